@@ -169,8 +169,7 @@ class Updater:
         check_room(self._backend, self._receiver, manifest)
         room = StagingCapacity()
         if staging is not None:
-            memory = self._memory
-            needed, held = memory.needed_bytes, memory.held_bytes
+            needed, held = self._memory.needed_bytes, self._memory.held_bytes
             found = staging_capacity(staging, needed, torch.device("cpu"), held_bytes=held)
             room = require_capacity(staging, found)
         self._armed, self._staging = manifest, staging
@@ -199,8 +198,12 @@ class Updater:
 
     def extend(self, part: Manifest) -> None:
         """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
-        self._manifest = self._loading("extend").join(part)
-        self._expected.check(self._manifest)
+        try:
+            manifest = self._loading("extend").join(part)
+        except ValueError as error:
+            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
+        self._expected.check(manifest)
+        self._manifest = manifest
 
     def receive(self, chunk: Chunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""

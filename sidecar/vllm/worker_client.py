@@ -166,13 +166,12 @@ class WorkerClient:
         return room if staging is None else require_capacity(staging, room)
 
     async def extend(self, part: Manifest) -> None:
-        """Checks further tensors in all workers; a staged update has all tensors already."""
+        """Checks further tensors in all workers: a lone one's staging channel can, as in arming."""
         assert self._manifest is not None
-        if self._staged:
-            text, name = "all tensors of the model had come, and are staged", part.names[0]
-            raise EngineError(f"{name}: {text}", code=NackCode.MANIFEST_REFUSED, tensor=name)
+        by_channel = self._staged and len(self._channels) == 1
         described = part.names, part.dtypes, part.shapes, part.chunk_ends
-        await self._perform(operations.Extend(*described))
+        perform = self._channels.perform if by_channel else self._perform
+        await perform(operations.Extend(*described))
         self._manifest, self._armed = self._manifest.join(part), None
 
     async def start_update(

@@ -14,6 +14,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
+from sidecar.engine import ExtendableEngine
 from tests.contract.engine_suite import (
     LONG_PROMPT,
     MANY_BYTES,
@@ -27,7 +28,7 @@ from tests.contract.engine_suite import (
     update,
 )
 from tests.support.oracle import Span, foreign_tokens
-from tests.support.push import Push, plan
+from tests.support.push import Push, parts_of, plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
     from tests.support.checkpoints import Checkpoint
 
+# Tensors of weights that vLLM fuses with those before them.
+LAYER = "model.layers.0"
+K_PROJ, V_PROJ = f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.self_attn.v_proj.weight"
+CUTS = (K_PROJ, "model.layers.1.self_attn.v_proj.weight")
 STAGED = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
 
 
@@ -98,6 +103,25 @@ async def swapped(under_test: StagedUnderTest, push: Push) -> None:
     push.close()
     under_test.version += 1
     under_test.weights = push.weights
+
+
+def opened(
+    under_test: StagedUnderTest,
+    weights: Mapping[str, Tensor],
+    *first: str,
+    backend: str = "shm",
+) -> Push:
+    """An open update, whose further parts begin with these tensors."""
+    head, *rest = parts_of(weights, *first, chunk_bytes=MANY_BYTES)
+    return Push(
+        under_test.engine,
+        weights,
+        head,
+        backend=backend,
+        workers=under_test.workers,
+        staging=STAGED,
+        rest=rest,
+    )
 
 
 class StagedContract:
@@ -212,6 +236,98 @@ class StagedContract:
         assert before.weight_versions == [(under_test.version, 0, 8)]
         for seq in range(3, push.manifest.chunks):
             await push.chunk(seq)
+        await swapped(under_test, push)
+        after = await under_test.generate(PROMPT, 8)
+        assert after.tokens == under_test.reference(new, PROMPT, 8)
+
+    @pytest.mark.parametrize("backend", ["shm", "gloo"])
+    def test_an_open_update_is_staged_part_by_part(
+        self, under_test: StagedUnderTest, backend: str
+    ) -> None:
+        """Its cuts go through fused weights. The request under way goes on; until the swap, it gets
+        tokens of the old weights. Another cut is another update, and so is one that is not open."""
+
+        async def test(_: StagedContract, under_test: StagedUnderTest) -> None:
+            weights = {under_test.version: under_test.weights}
+            request, watch = await running(under_test)
+            for seed, first in ((53, CUTS), (54, CUTS[:1]), (55, CUTS[:1]), (56, ())):
+                new = under_test.other_weights(seed)
+                push = opened(under_test, new, *first, backend=backend)
+                await push.begin()
+                for seq in range(push.manifest.chunks):
+                    await push.chunk(seq)
+                while push.rest:
+                    await watch.reached(watch.count + 2)
+                    await push.part()
+                await swapped(under_test, push)
+                weights[under_test.version] = new
+            assert watch.count < under_test.long_tokens, "raise long_tokens: the request has ended"
+            result = await request
+            assert len(result.tokens) == under_test.long_tokens
+            assert [version for version, _, _ in result.weight_versions] == sorted(weights)
+            assert_own(under_test, weights, PROMPT, result)
+
+        contract(test)(self, under_test)
+
+    @pytest.mark.parametrize("missing", ["the last part", "half of a fused weight"])
+    def test_an_open_update_that_lacks_a_tensor_is_refused_and_the_old_weights_serve(
+        self, under_test: StagedUnderTest, missing: str
+    ) -> None:
+        """By its name, at the end. Nothing is swapped in, and the next update is staged."""
+
+        async def test(_: StagedContract, under_test: StagedUnderTest) -> None:
+            before = under_test.version
+            request, watch = await running(under_test)
+            lacking = dict(under_test.other_weights(57))
+            names = list(lacking)
+            lost = {"the last part": names[names.index(CUTS[1]) :]}.get(missing, [CUTS[0]])
+            push = opened(under_test, {n: t for n, t in lacking.items() if n not in lost}, V_PROJ)
+            await push.begin()
+            for seq in range(push.manifest.chunks):
+                await push.chunk(seq)
+            await push.part()
+            with pytest.raises(EngineError, match="missing") as refused:
+                await under_test.engine.finish_update()
+            assert refused.value.code is NackCode.MANIFEST_REFUSED
+            assert refused.value.tensor in lost
+            with pytest.raises(EngineError) as called_off:
+                await under_test.engine.swap(before + 1, clear_cache=False)
+            assert called_off.value.code is NackCode.CALLED_OFF
+            await under_test.engine.restore()
+            push.close()
+            await watch.reached(watch.count + 2)
+            result = await request
+            assert result.weight_versions == [(before, 0, under_test.long_tokens)]
+            assert result.tokens == under_test.reference(
+                under_test.weights, PROMPT, under_test.long_tokens
+            )
+            new = under_test.other_weights(58)
+            push = opened(under_test, new, *CUTS)
+            await push.whole(before + 1)
+            under_test.version, under_test.weights = before + 1, new
+            after = await under_test.generate(PROMPT, 8)
+            assert after.tokens == under_test.reference(new, PROMPT, 8)
+
+        contract(test)(self, under_test)
+
+    @contract
+    async def test_a_part_that_is_refused_leaves_the_parts_before_it(
+        self, under_test: StagedUnderTest
+    ) -> None:
+        """A tensor that came before, or that the model does not have: the right part may follow."""
+        new = under_test.other_weights(59)
+        push = opened(under_test, new, *CUTS)
+        await push.begin()
+        for seq in range(push.manifest.chunks):
+            await push.chunk(seq)
+        came, unknown = push.manifest.names[0], "model.unknown.weight"
+        assert isinstance(under_test.engine, ExtendableEngine)
+        for name in (came, unknown):
+            with pytest.raises(EngineError, match=name) as refused:
+                await under_test.engine.extend(plan({name: new[came]}))
+            assert refused.value.code is NackCode.MANIFEST_REFUSED
+        while push.rest:
+            await push.part()
         await swapped(under_test, push)
         after = await under_test.generate(PROMPT, 8)
         assert after.tokens == under_test.reference(new, PROMPT, 8)

@@ -179,6 +179,26 @@ def test_calls_that_are_not_those_of_the_last_update_are_taken_at_the_second_try
     run(checkpoint, scenario)
 
 
+def test_a_transport_that_is_shut_down_between_two_parts_ends_the_update(
+    checkpoint: Checkpoint,
+) -> None:
+    """By another client, as after the first one's end. The next one needs an init alone."""
+
+    async def scenario(served: Fleet) -> None:
+        await send(served, parts(perturbed(served.weights, 1), 2)[:1])
+        status, text = await served.other.call("/shutdown_weight_transfer_engine")
+        assert status == 200, text
+        await served.assert_serve(served.weights)
+        status, text = await served.client.init()
+        assert status == 200, text
+        new = perturbed(served.weights, 2)
+        await send(served, parts(new, 2))
+        await good(served, "/finish_weight_update")
+        await served.assert_serve(new)
+
+    run(checkpoint, scenario)
+
+
 def test_an_engine_that_is_killed_between_two_parts_ends_the_update(
     checkpoint: Checkpoint,
 ) -> None:

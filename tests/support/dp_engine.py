@@ -109,10 +109,12 @@ class GroupEngine:
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
         require_model(target)
-        fields = (manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends)
         how = None if staging is None else astuple(staging)
-        rooms = await self._all("arm", manifest=fields, staging=how)
+        rooms = await self._all("arm", manifest=astuple(manifest), staging=how)
         return StagingCapacity(max(needed for needed, _ in rooms), rooms[0][1])
+
+    async def extend(self, part: Manifest) -> None:
+        await self._all("extend", part=astuple(part))
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False

@@ -110,12 +110,12 @@ class Rank:
         await self.engine.open_transfer(backend, base64.b64decode(params), RankAssignment(*place))
 
     async def _arm(self, manifest: list[Any], staging: list[Any] | None = None) -> tuple[int, str]:
-        names, dtypes, shapes, ends = manifest
-        room = await self.engine.arm(
-            Manifest(tuple(names), tuple(dtypes), tuple(map(tuple, shapes)), tuple(ends)),
-            staging=None if staging is None else Staging(*staging),
-        )
+        how = None if staging is None else Staging(*staging)
+        room = await self.engine.arm(_manifest(*manifest), staging=how)
         return room.needed_bytes, room.why_not
+
+    async def _extend(self, part: list[Any]) -> None:
+        await self.engine.extend(_manifest(*part))
 
     async def _start_update(self, *, recover: bool, staged: bool = False) -> None:
         await self.engine.start_update(recover=recover, staged=staged)
@@ -175,6 +175,13 @@ class Rank:
 
     async def _release(self) -> None:
         self._released.set()
+
+
+def _manifest(names: Any, dtypes: Any, shapes: Any, *others: Any) -> Manifest:
+    """Of its fields, as JSON has them."""
+    ends, counts, *flags = others
+    columns = tuple(names), tuple(dtypes), tuple(map(tuple, shapes))
+    return Manifest(*columns, tuple(ends), tuple(counts), *flags)
 
 
 def say(line: object) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest, TensorMeta
 from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
 from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.registry import make_sender
-from sidecar.engine import Chunk
+from sidecar.engine import Chunk, ExtendableEngine
 from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -31,6 +33,18 @@ def metas_of(weights: Mapping[str, torch.Tensor]) -> list[TensorMeta]:
 def plan(weights: Mapping[str, torch.Tensor], chunk_bytes: int = 1 << 16) -> Manifest:
     """The manifest of an update; small chunks, so that layers are cut in the middle."""
     return Manifest.plan(metas_of(weights), chunk_bytes=chunk_bytes)
+
+
+def parts_of(
+    weights: Mapping[str, torch.Tensor], *first: str, chunk_bytes: int = 1 << 16
+) -> list[Manifest]:
+    """The manifests of an update in parts; each but the first begins with one of these tensors."""
+    names = list(weights)
+    cuts = [0, *map(names.index, first), len(names)]
+    return [
+        plan({name: weights[name] for name in names[begin:end]}, chunk_bytes)
+        for begin, end in itertools.pairwise(cuts)
+    ]
 
 
 def manifest_of(weights: Mapping[str, torch.Tensor], *, chunks: int = 1) -> Manifest:
@@ -53,6 +67,7 @@ class Push:
         verify: which checksums are sent along.
         target: which of the engine's models they are for.
         staging: they are staged so, and not loaded in a pause.
+        rest: parts that follow those of ``manifest``, which then is open.
     """
 
     def __init__(
@@ -69,10 +84,14 @@ class Push:
         verify: Verify = "full",
         target: Target = "model",
         staging: Staging | None = None,
+        rest: Sequence[Manifest] = (),
     ) -> None:
         self.engine = engine
         self.weights = weights
         self.manifest = manifest or manifest_of(weights, chunks=chunks)
+        self.rest = list(rest)
+        if rest:
+            self.manifest = replace(self.manifest, is_open=True)
         self._received_by = received_by or backend
         self._workers = workers
         self._verify: Verify = verify
@@ -82,7 +101,8 @@ class Push:
 
     async def open(self) -> None:
         """Open both ends."""
-        sizes = [self.manifest.sizes_bytes(seq) for seq in range(self.manifest.chunks)]
+        parts = (self.manifest, *self.rest)
+        sizes = [part.sizes_bytes(seq) for part in parts for seq in range(part.chunks)]
         room_bytes = max(map(self._sender.packed_bytes, sizes))
         world, place = ALONE, NO_RANK
         if self._sender.is_collective:
@@ -100,6 +120,16 @@ class Push:
         assert not room.why_not, room.why_not
         staged = self.staging is not None
         await self.engine.start_update(recover=recover, target=self._target, staged=staged)
+
+    async def part(self) -> None:
+        """Have the engine check the next part, and send it."""
+        part = self.rest.pop(0)
+        assert isinstance(self.engine, ExtendableEngine)
+        await self.engine.extend(part)
+        sent = self.manifest.chunks
+        self.manifest = self.manifest.join(part)
+        for seq in range(sent, self.manifest.chunks):
+            await self.chunk(seq)
 
     def offer(self, seq: int) -> Chunk:
         """Put one chunk where the engine can fetch it."""
@@ -135,6 +165,8 @@ class Push:
         await self.begin(recover=recover)
         for seq in range(self.manifest.chunks):
             await self.chunk(seq)
+        while self.rest:
+            await self.part()
         await self.end(version)
         self.close()
 

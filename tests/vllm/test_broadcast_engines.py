@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +20,7 @@ from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import TOKENS, Two, booted_two
 from tests.vllm._vllm import PROMPT, require_vllm
-from tests.vllm.test_gateway import vllm_source
+from tests.vllm.test_gateway import free_port, vllm_source
 from tests.vllm.test_m2n_engine import K_PROJ, train
 from trainer_agent.gateway.server import serve
 from trainer_agent.weights.source import PairSource
@@ -268,6 +270,91 @@ def test_requests_go_on_while_vllms_own_class_receives(two: Two, engine: str, pa
             assert report is not None
             assert (report.how, report.why_paused) == ("paused", "it was asked for")
             await two.assert_serve(second)
+
+    two.run(scenario())
+
+
+class InCalls:
+    """vLLM's HTTP client, which sends an update in several calls: each but the first begins with
+    one of these tensors."""
+
+    def __init__(self, client: Any, *first: str) -> None:
+        self._client = client
+        self._first = first
+        self._known: dict[str, Any] = {}
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        described = ("names", "dtype_names", "shapes")
+        if update_info["names"]:
+            self._known = {key: update_info[key] for key in described}
+        whole = {**update_info, **self._known}
+        names = whole["names"]
+        for begin, end in itertools.pairwise([0, *map(names.index, self._first), len(names)]):
+            part = {key: whole[key][begin:end] for key in described}
+            if whole.get("ipc_handles"):
+                part["ipc_handles"] = whole["ipc_handles"][begin:end]
+            self._client.update_weights({**whole, **part})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def test_an_update_in_three_calls_is_staged(two: Two, engine: str) -> None:
+    """Their cuts go through fused weights, and a request gets tokens meanwhile. A tensor that the
+    client forgets is missed when it finishes: the old weights serve on, and the next one is staged.
+    """
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
+
+    first, second, third = (perturbed(two.weights, seed) for seed in (15, 16, 17))
+    weights, keys = dict(first), Keys(None, None, insecure=False)
+    cuts = ("model.layers.0.mlp.up_proj.weight", K_PROJ.replace("k_proj", "v_proj"))
+
+    async def scenario() -> None:
+        async with (
+            two.joined("here", "served") as broker,
+            serve(
+                *(broker, "policy", "127.0.0.1", 0),
+                keys=keys,
+                silence_s=60.0,
+                allow_pickled_handles=True,
+            ) as url,
+        ):
+            info: Any = IPCTrainerInitInfo(rank=0)
+            if engine == "nccl":
+                port = free_port()
+                info = NCCLTrainerInitInfo(
+                    rank=0, master_address="127.0.0.1", master_port=port, world_size=4
+                )
+            trainer = await asyncio.to_thread(
+                WeightTransferTrainerFactory.trainer_init,
+                info,
+                client=InCalls(HTTPVLLMWeightSyncClient(url), *cuts),
+                source=vllm_source(weights),
+            )
+            before, before_ms = two.weights, await two.swap_ms()
+            tokens, spans = await tokens_across(two, asyncio.to_thread(trainer.send_weights))
+            assert all(map(operator.ne, before_ms, await two.swap_ms()))
+            old, new = ((each.start, each.end) for each in spans)
+            assert tokens[: old[1]] == two.oracle.greedy(before, old[1])
+            rest, begun = tokens[new[0] :], [*PROMPT, *tokens[: new[0]]]
+            assert rest == two.oracle.greedy(first, len(rest), begun)
+            await two.assert_serve(first)
+
+            weights.clear()
+            weights.update({name: tensor for name, tensor in second.items() if name != K_PROJ})
+            with pytest.raises(Exception, match="400"):
+                await asyncio.to_thread(trainer.send_weights)
+            await two.assert_serve(first)
+
+            weights.clear()
+            weights.update(third)
+            before_ms = await two.swap_ms()
+            await asyncio.to_thread(trainer.send_weights)
+            assert all(map(operator.ne, before_ms, await two.swap_ms()))
+            await two.assert_serve(third)
 
     two.run(scenario())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.errors import EngineError
-from bus.messages import NackCode
+from bus.messages import NackCode, Staging
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.vllm.inprocess_engine import VllmEngine
@@ -18,7 +18,7 @@ from sidecar.vllm.plugin.worker_rpc import ASK_DRAFT, SWAP
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train
-from tests.support.push import Push, plan
+from tests.support.push import Push, parts_of, plan
 from tests.vllm._vllm import (
     PROMPT,
     Oracle,
@@ -124,6 +124,40 @@ def test_workers_that_are_peers_stage_their_shards_and_swap_as_one(
             await sharded.assert_serves(new)
             version += 1
             await paused_update(engine, new, version)
+
+    sharded.run(scenario())
+
+
+def test_workers_that_are_peers_stage_an_open_update_part_by_part(sharded: Sharded) -> None:
+    """Each its shards. What lacks an expert's half is refused, and the old weights serve on. A tied
+    head and the embeddings come in different parts."""
+    engine, up = sharded.engine, EXPERT.replace("down", "up")
+    how = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+
+    def pushed(weights: dict[str, Tensor], *first: str, lost: str = "") -> Push:
+        sent = {name: tensor for name, tensor in weights.items() if name != lost}
+        head, *rest = parts_of(sent, *first)
+        return Push(engine, sent, head, workers=2, staging=how, rest=rest)
+
+    async def scenario() -> None:
+        version = int(await engine.version())
+        for seed, lost in ((49, ""), (50, up), (51, "")):
+            new = perturbed(sharded.weights, seed)
+            head = {"lm_head.weight": new["model.embed_tokens.weight"]}
+            whole = {**_per_expert(new), **head}
+            push = pushed(whole, K_PROJ, EXPERT, "lm_head.weight", lost=lost)
+            if not lost:
+                version += 1
+                await push.whole(version)
+                assert await ways(sharded.llm) == {"staged"}
+                await sharded.assert_serves(new)
+                continue
+            with pytest.raises(EngineError, match="missing") as refused:
+                await push.whole(version + 1)
+            assert refused.value.code is NackCode.MANIFEST_REFUSED
+            await engine.restore()
+            push.close()
+            await sharded.assert_serves(sharded.weights)
 
     sharded.run(scenario())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -287,9 +288,9 @@ def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]
 
 
 def test_trls_client_sends_an_update_in_several_calls(two: Two) -> None:
-    """In its block. The first one is loaded in a pause. The same calls again are staged. A part
-    that is refused lets it go, and so does the end of an update that lacks one; a whole update then
-    frees the engines."""
+    """In its block, cut through fused weights. Each is staged: the first one, the same calls
+    again, and other ones. A part that is refused lets it go, and so does the end of an update that
+    lacks one; the old weights serve on."""
     from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
 
     def send(client: Any, weights: Mapping[str, Tensor], *parts: slice) -> None:
@@ -299,27 +300,78 @@ def test_trls_client_sends_an_update_in_several_calls(two: Two) -> None:
                 some = dict(items[part])
                 client.update_named_params(described(some), iter(some.items()))
 
-    half = len(two.weights) // 2
-    first, second = slice(half), slice(half, None)
+    cut = list(two.weights).index("model.layers.1.self_attn.v_proj.weight")
+    first, second = slice(cut), slice(cut, None)
 
     async def scenario() -> None:
         async with served(two) as url:
             client = await asyncio.to_thread(VLLMClient, base_url=url, connection_timeout=60)
             await asyncio.to_thread(client.init_communicator, device="cuda")
-            for seed, is_staged in ((6, False), (7, True)):
+
+            async def staged(seed: int, *parts: slice) -> None:
                 new, before_ms = perturbed(two.weights, seed), await two.swap_ms()
-                await asyncio.to_thread(send, client, new, first, second)
+                await asyncio.to_thread(send, client, new, *parts)
                 await two.assert_serve(new)
-                assert (await two.swap_ms() != before_ms) is is_staged
+                assert await two.swap_ms() != before_ms
+
+            for seed in (6, 7):
+                await staged(seed, first, second)
             wrong = perturbed(two.weights, 8)
             wrong["model.unknown"] = wrong.pop(list(wrong)[-1])
             with pytest.raises(Exception, match=r"model\.unknown") as raised:
                 await asyncio.to_thread(send, client, wrong, slice(1), slice(1, None))
             assert "init_weight_transfer_engine" not in str(raised.value.__context__)
+            await two.assert_serve(two.weights)
             with pytest.raises(Exception, match="missing"):
                 await asyncio.to_thread(send, client, perturbed(two.weights, 9), first)
-            new = perturbed(two.weights, 10)
-            await asyncio.to_thread(send, client, new, slice(1), slice(1, 3), slice(3, None))
+            await two.assert_serve(two.weights)
+            await staged(10, slice(1), slice(1, 3), slice(3, None))
+            await asyncio.to_thread(client.close_communicator)
+
+    two.run(scenario())
+
+
+# A trainer's process: URL, tensors of a file. It is killed when their call is answered.
+KILLED = """
+import os, signal, sys
+from safetensors.torch import load_file
+from tests.support import pair_plugin
+pair_plugin.register_on_cpu("nccl")
+import tests.support.nccl_pair
+from trl.generation.vllm_client import VLLMClient
+
+client, some = VLLMClient(base_url=sys.argv[1], connection_timeout=60), load_file(sys.argv[2])
+client.init_communicator(device="cuda")
+with client.weight_update():
+    metas = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in some.items()]
+    client.update_named_params(metas, iter(some.items()))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_client_that_is_killed_between_two_calls_leaves_the_old_weights(
+    two: Two, tmp_path: Path
+) -> None:
+    """They are served before its update is undone, and after; the next client's is staged."""
+    from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
+
+    lost, new, half = perturbed(two.weights, 11), perturbed(two.weights, 12), len(two.weights) // 2
+    save_file({n: lost[n].contiguous() for n in list(lost)[:half]}, tmp_path / "some")
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            command = [sys.executable, "-c", KILLED, url, str(tmp_path / "some")]
+            process = await asyncio.create_subprocess_exec(*command)
+            assert await process.wait() == -signal.SIGKILL
+            await two.assert_serve(two.weights)
+            await ask(f"{url}/shutdown_weight_transfer_engine", "POST")
+            await two.assert_serve(two.weights)
+            client = await asyncio.to_thread(VLLMClient, base_url=url, connection_timeout=60)
+            await asyncio.to_thread(client.init_communicator, device="cuda")
+            before_ms = await two.swap_ms()
+            update = client.update_named_params
+            await asyncio.to_thread(update, described(new), iter(new.items()))
+            assert await two.swap_ms() != before_ms
             await two.assert_serve(new)
             await asyncio.to_thread(client.close_communicator)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bus import vllm_payloads
 from bus.errors import EngineError
-from bus.messages import NackCode
+from bus.messages import NackCode, Staging
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading import manifest_check
 from tests.unit.sidecar.vllm.plugin.loading._small_model import manifest_of
@@ -24,6 +24,8 @@ from tests.unit.sidecar.vllm.plugin.loading.test_manifest_check_experts import (
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 require_vllm()
@@ -34,6 +36,7 @@ HANDLE = vllm_payloads.encode_chunk(("names", "dtype_names", "shapes"), {})
 WEIGHTS = {name: torch.full_like(tensor, 1.0) for name, tensor in split().items()}
 FIRST = dict(list(WEIGHTS.items())[:3])  # half of an expert's fused tensor
 SECOND = dict(list(WEIGHTS.items())[3:])
+STAGED = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
 
 
 class Worker:
@@ -69,6 +72,8 @@ class Worker:
         )
         self.parallel_config = parallel
         self.finished = 0
+        self.unmapped = 0
+        self._packed_importer = SimpleNamespace(close=self._unmap)
         self._weight_update_active = False
         self.updates = NativeUpdates("nccl", self, self)
         self.updates._loadable["model"].checker._model = Mixture(range(EXPERTS))
@@ -86,8 +91,18 @@ class Worker:
     def update_weights(self, info: dict[str, Any]) -> None:
         self.model.load_weights([(name, WEIGHTS[name]) for name in info["names"]])
 
+    def parse_update_info(self, info: dict[str, Any]) -> dict[str, Any]:
+        return info
+
+    def receive_weights(self, info: dict[str, Any]) -> None:
+        for name in info["names"]:
+            self.model.load_weights([(name, WEIGHTS[name])])
+
     def shutdown(self) -> None:
         pass
+
+    def _unmap(self) -> None:
+        self.unmapped += 1
 
     def start_weight_update(self) -> None:
         if not self._weight_update_active:
@@ -110,18 +125,30 @@ class Worker:
             assert failure is not None
             raise failure.to_error() from None
 
-    def begin(self, tensors: dict[str, Tensor]) -> None:
-        described = manifest_of(tensors)
-        columns = described.names, described.dtypes, described.shapes, described.chunk_ends
+    def channel(self, operation: operations.Operation) -> operations.Done:
+        """Beside its steps."""
+        with torch.no_grad():
+            return self.updates._stager._execute(operation)
+
+    def begin(self, tensors: dict[str, Tensor], staging: Staging | None = None) -> None:
         self.perform(operations.Open(BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
-        self.perform(operations.ArmManifest(*columns, "model", (), is_open=True))
+        self.arm(tensors, staging)
+        if staging is not None:
+            self.channel(operations.StartStaging())
+            self.channel(operations.ReceiveChunk(0, BACKEND, HANDLE))
+            return
         self.perform(operations.Start("model", recover=False))
         self.receive(0)
 
-    def extend(self, tensors: dict[str, Tensor]) -> None:
+    def arm(self, tensors: dict[str, Tensor], staging: Staging | None) -> None:
         part = manifest_of(tensors)
         columns = part.names, part.dtypes, part.shapes, part.chunk_ends
-        self.perform(operations.Extend(*columns))
+        self.perform(operations.ArmManifest(*columns, "model", (), staging, is_open=True))
+
+    def extend(self, tensors: dict[str, Tensor], *, staged: bool = False) -> None:
+        part = manifest_of(tensors)
+        columns = part.names, part.dtypes, part.shapes, part.chunk_ends
+        (self.channel if staged else self.perform)(operations.Extend(*columns))
 
     def receive(self, seq: int) -> None:
         self.perform(operations.ReceiveChunk(seq, BACKEND, HANDLE))
@@ -129,11 +156,13 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    from sidecar.vllm.plugin.worker import native_engine  # noqa: PLC0415 - after require_vllm
+    from sidecar.vllm.plugin.staging import stager  # noqa: PLC0415 - after require_vllm
+    from sidecar.vllm.plugin.worker import native_engine  # noqa: PLC0415 - same
 
     monkeypatch.setattr(agreement, "_groups", lambda: iter(()))
     monkeypatch.setattr(manifest_check, "quiet_loading", nullcontext)
-    monkeypatch.setattr(native_engine, "set_current_vllm_config", lambda _: nullcontext())
+    for module in (native_engine, stager):
+        monkeypatch.setattr(module, "set_current_vllm_config", lambda _: nullcontext())
     return Worker()
 
 
@@ -155,6 +184,55 @@ def test_a_missing_part_is_found_before_anything_is_finished(worker: Worker) -> 
         worker.perform(operations.Finish())
     assert refused.value.code is NackCode.MANIFEST_REFUSED
     assert (worker.finished, worker.updates.session.open) == (0, True)
+
+
+def test_all_parts_are_staged_and_swapped_in_once(worker: Worker) -> None:
+    for turn in range(2):
+        worker.model.gate_up.zero_()
+        worker.begin(FIRST, STAGED)
+        worker.extend(SECOND, staged=True)
+        worker.channel(operations.ReceiveChunk(1, BACKEND, HANDLE))
+        assert worker.unmapped == turn
+        worker.channel(operations.Seal())
+        assert worker.unmapped == turn + 1
+        assert worker.model.gate_up.eq(0.0).all()
+        worker.perform(operations.SwapStaged())
+        assert worker.model.gate_up.eq(1.0).all()
+    assert worker.finished == 0
+
+
+def test_a_part_that_no_copies_can_load_ends_the_update_and_the_next_one_pauses(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That shows when it comes. Nothing has changed, and the reason is known from then on."""
+    last, load = next(reversed(SECOND)), Mixture.load_weights
+
+    def computed(model: Mixture, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        load(model, [(name, 1 + each if name == last else each) for name, each in pairs])
+
+    monkeypatch.setattr(Mixture, "load_weights", computed)
+    worker.begin(FIRST, STAGED)
+    with pytest.raises(EngineError, match=rf"{last}.*the next update pauses") as refused:
+        worker.extend(SECOND, staged=True)
+    assert refused.value.code is NackCode.STAGING_REFUSED
+    worker.perform(operations.ReleaseStaging())
+    assert worker.model.gate_up.eq(0.0).all()
+    worker.arm(FIRST, STAGED)
+    known = worker.updates._loadable["model"].plans.entry
+    assert (known.plan is None, last in known.reason) == (True, True)
+
+
+def test_a_staged_update_that_lacks_a_part_is_refused_and_changes_nothing(worker: Worker) -> None:
+    """The whole one after it is staged again."""
+    worker.begin(FIRST, STAGED)
+    with pytest.raises(EngineError, match="missing: the manifest fills") as refused:
+        worker.channel(operations.Seal())
+    assert refused.value.code is NackCode.MANIFEST_REFUSED
+    with pytest.raises(EngineError, match="or not all"):
+        worker.perform(operations.CheckReady())
+    worker.perform(operations.ReleaseStaging())
+    assert worker.model.gate_up.eq(0.0).all()
+    test_all_parts_are_staged_and_swapped_in_once(worker)
 
 
 @pytest.mark.parametrize("name", ["unknown", next(iter(FIRST))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
 from sidecar.vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
     HIDDEN,
+    Parts,
     manifest_of,
     trace_of,
     weights,
@@ -62,17 +62,16 @@ def test_a_model_as_it_is_loaded_has_room() -> None:
     assert room.needed_bytes > 0
 
 
-def test_an_update_of_which_not_all_is_known_is_loaded_in_a_pause() -> None:
-    """One that may be extended, and has all tensors, is staged as any other."""
+def test_an_update_of_which_not_all_is_known_needs_room_for_all() -> None:
     stager = stager_of(Whole())
-    whole = replace(manifest_of(weights(0), 2), is_open=True)
-    update = ArmedUpdate(ArmedManifest(whole), "model", STAGING)
-    assert not stager.capacity(update, is_partial=False).why_not
-    some = dict(list(weights(0).items())[:2])
-    part = replace(manifest_of(some), is_open=True)
-    stager._target.plans.on_armed(part, trace_of(Whole("meta"), some))
-    update = ArmedUpdate(ArmedManifest(part), "model", STAGING)
-    assert "several calls" in stager.capacity(update, is_partial=False).why_not
+    needed = stager.capacity(armed(), is_partial=False).needed_bytes
+    parts = Parts(Whole("meta"), weights(0))
+    part = parts.next(2)
+    stager._target.plans.on_armed(part, parts.trace)
+    room = stager.capacity(ArmedUpdate(ArmedManifest(part), "model", STAGING), is_partial=False)
+    assert not room.why_not
+    buffers = sum(each.nbytes for each in Whole().buffers())  # none has come yet
+    assert room.needed_bytes == needed - buffers
 
 
 def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> None:
@@ -118,7 +117,8 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
         return 0
 
     monkeypatch.setattr("sidecar.transfer.memory_budget.free_memory", free)
-    monkeypatch.setattr("sidecar.vllm.plugin.staging.stager.spare_memory", lambda _: spare)
+    spared = "sidecar.vllm.plugin.loading.staging_buffers.spare_memory"
+    monkeypatch.setattr(spared, lambda _: spare)
     memory = stager._target.staged.memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
     assert stager._target.staged.memory.released_bytes == needed

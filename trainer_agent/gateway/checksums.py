@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bus.errors import EngineError
-from trainer_agent.gateway.updates import Conflict
+from trainer_agent.gateway.http_update import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

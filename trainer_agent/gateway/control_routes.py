@@ -16,7 +16,7 @@ from aiohttp import web
 from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
 from bus.messages import PauseMode
 from trainer_agent.gateway.checksums import WeightChecksums
-from trainer_agent.gateway.updates import Caller, Conflict, Missing
+from trainer_agent.gateway.http_update import Caller, Conflict, Missing
 from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
 from trainer_agent.rollouts.front_request import is_text
@@ -160,8 +160,8 @@ class ControlRoutes:
         await self._updates.open(_part(await _body(http), "init_info"), _caller(http))
         return {"message": "Weight transfer initialized"}
 
-    async def _shut_down(self, http: web.Request) -> Answer:
-        await self._updates.close_transport(_caller(http))
+    async def _shut_down(self, _: web.Request) -> Answer:
+        await self._updates.close_transport()
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, http: web.Request) -> Answer:

@@ -13,7 +13,7 @@ import torch
 
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
-from trainer_agent.gateway.updates import Conflict, Missing
+from trainer_agent.gateway.http_update import Conflict, Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

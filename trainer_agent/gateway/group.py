@@ -20,14 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import UsageError
-from trainer_agent.gateway.updates import Conflict
+from trainer_agent.gateway.http_update import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.messages import PauseMode, SleepLevel
     from trainer_agent.gateway.client_session import ClientSession
-    from trainer_agent.gateway.updates import Caller, ClientUpdates
+    from trainer_agent.gateway.http_update import Caller
+    from trainer_agent.gateway.updates import ClientUpdates
 
     T = TypeVar("T")
 

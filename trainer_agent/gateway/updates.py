@@ -30,15 +30,14 @@ the middle of it::
 Invariants:
 
 - No update is committed of which a call has failed.
-- A start, init or shutdown is refused while an update of another client is under way, or a call is
-  at work.
+- A start or init is refused while an update of another client is under way, or a call is at work.
 - No engine enters a broadcast for tensors that another engine may still refuse.
 
 A client may send an update in several calls. How many is unknown: if its first call lacks tensors,
 the update is armed open, and engines check at the end that none is missing. If the same tensors
-come again, the next one is armed at its first call with the tensors of all calls, so that it can be
-staged. Then its calls must be the same again. In a client's pause each call is armed by itself: a
-call that differs would leave engines with a part of the weights.
+come again, the next one is armed at its first call with the tensors of all calls, which engines
+know already. Then its calls must be the same again. In a client's pause each call is armed by
+itself: a call that differs would leave engines with a part of the weights.
 
 A client enters its broadcast while it sends ``update_weights``, and reads the answer only when the
 broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it
@@ -60,138 +59,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from bus.errors import ManifestRefused, UsageError, WavebusError
-from bus.manifest import TensorMeta
+from trainer_agent.gateway.http_update import (
+    Caller,
+    ClientBroadcasts,
+    Conflict,
+    HttpStage,
+    HttpUpdate,
+    read_tensors,
+)
 from trainer_agent.gateway.pickled_handles import read_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from bus.manifest import TensorMeta
     from bus.messages import Target
     from trainer_agent.gateway.agent import GatewayAgent
     from trainer_agent.gateway.client_session import ClientSession
-
-_LEFT: Final = (
-    "the client's broadcast was not ended, and its transport is closed; call "
-    "init_weight_transfer_engine again"
-)
-
-
-class Conflict(WavebusError):
-    """A call doesn't fit what is under way, or what has failed."""
-
-
-class Missing(UsageError):
-    """A call names what is not there."""
-
-
-class HttpStage(Enum):
-    """How far a client's update is."""
-
-    STARTED = "started"
-    LOADING = "loading"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who made a call.
-
-    Attributes:
-        address: its address, for texts.
-        is_gone: whether its connection has ended.
-        connection: identifies the connection.
-    """
-
-    address: str
-    is_gone: Callable[[], bool]
-    connection: object
-
-
-@dataclass(slots=True)
-class HttpUpdate:
-    """An update of an HTTP client, from its start to its finish."""
-
-    target: Target
-    caller: Caller
-    since_s: float
-    stage: HttpStage = HttpStage.STARTED
-    error: str = ""
-    left: str = ""  # why its client's transport was closed, if it was
-    known: list[list[TensorMeta]] = field(default_factory=list)  # of the calls of the last update
-    planned: list[list[TensorMeta]] = field(default_factory=list)  # armed at once; empty: open
-    calls: list[list[TensorMeta]] = field(default_factory=list)  # that were received
-    infos: list[object] = field(default_factory=list)  # their update_info
-    drained: object = None  # the update_info of the last refused call whose broadcast was ended
-
-    @property
-    def next_known(self) -> list[TensorMeta]:
-        """What the next call brings, if it is as in the last update; empty: that had no more."""
-        after = self.known[len(self.calls) :]
-        return after[0] if after else []
-
-    def repeats(self, info: object) -> bool:
-        """Returns whether a call was received before."""
-        names = info.get("names") if isinstance(info, dict) else None
-        return info in self.infos and (bool(names) or not self.next_known)
-
-    async def arm(
-        self, agent: GatewayAgent, metas: list[TensorMeta], *, was_committed: bool
-    ) -> None:
-        """Has all engines check the tensors of the next call, unless they have.
-
-        Args:
-            agent: asks them.
-            metas: the tensors.
-            was_committed: whether the last update was, whose calls are known.
-
-        Raises:
-            ManifestRefused: a model doesn't take them; the update is aborted.
-            Conflict: all engines have checked others; the update is aborted.
-        """
-        if not self.calls:
-            is_same = was_committed and metas == self.next_known
-            if is_same and not (agent.is_paused and len(self.known) > 1):
-                self.planned = self.known
-            await self._start(agent, metas)
-        elif not self.planned:
-            await agent.extend_native(metas)
-        elif [metas] != self.planned[len(self.calls) :][:1]:
-            await agent.undo_native()
-            raise Conflict(
-                f"call {len(self.calls) + 1} brings other tensors than in the last update, or "
-                "some beside all that the model takes; begin again"
-            )
-
-    async def _start(self, agent: GatewayAgent, metas: list[TensorMeta]) -> None:
-        """Has all engines check the first call's tensors, and perhaps those of the calls to come.
-
-        If the first call lacks tensors, others may follow it.
-        """
-        planned = self.planned or [metas]
-        is_part = not self.planned and len(self.known) > 1 and metas == self.known[0]
-        try:
-            await agent.start_native(planned, self.target, is_open=is_part)
-        except ManifestRefused as error:
-            if is_part or self.planned or error.nack.tensor in {each.name for each in metas}:
-                raise
-            await agent.start_native(planned, self.target, is_open=True)
-        else:
-            self.planned = [] if is_part else planned
-
-    def fail(self, error: str) -> None:
-        """Ends the update; its finish is answered with the error."""
-        self.stage, self.error = HttpStage.FAILED, error
-
-    def __str__(self) -> str:
-        age_s = time.monotonic() - self.since_s
-        return f"an update of {self.caller.address}, begun {age_s:.0f} s ago"
 
 
 class ClientUpdates:
@@ -216,7 +102,7 @@ class ClientUpdates:
         self._manifests: dict[Target, list[list[TensorMeta]]] = {}
         self._committed: set[Target] = set()
         self._answered = 0  # how many `update_weights` have been
-        self._is_stranded = False  # a client disconnected, and may be in its broadcast still
+        self._broadcasts = ClientBroadcasts()
         session.on_undone, session.is_begun = self._on_undone, lambda: self._is_begun
 
     # -- the transport --------------------------------------------------------------
@@ -235,30 +121,22 @@ class ClientUpdates:
         self._require_own(caller)
         async with self._session.call() as agent:
             await self._undo(agent, "init_weight_transfer_engine came before its end")
-            self._forget_transport()
+            self._discard_manifests()
             await agent.open_native(info)
             if self._update is not None:
                 self._update.left = ""
 
-    async def _close(self, agent: GatewayAgent) -> None:
-        self._forget_transport()
-        await agent.close_native()
-
-    def _forget_transport(self) -> None:
+    def _discard_manifests(self) -> None:
         self._manifests.clear()
         self._committed.clear()
-        self._is_stranded = False
+        self._broadcasts.is_stranded = False
 
-    async def close_transport(self, caller: Caller) -> None:
-        """Closes the client's communicator; undoes an update under way.
-
-        Raises:
-            Conflict: another client's update is under way.
-        """
-        self._require_own(caller)
+    async def close_transport(self) -> None:
+        """Closes the communicator, whoever's it is; undoes an update under way."""
         async with self._session.call() as agent:
             await self._undo(agent, "shutdown_weight_transfer_engine came before its end")
-            await self._close(agent)
+            self._discard_manifests()
+            await agent.close_native()
 
     async def _undo(self, agent: GatewayAgent, why: str) -> None:
         if update := self._open_update():
@@ -276,10 +154,8 @@ class ClientUpdates:
         """
         update = self._require_own(caller)
         async with self._session.call() as agent:
-            left = ""
-            if self._is_stranded:
-                left = f"the client before disconnected within a call: {_LEFT}"
-                await self._close(agent)
+            if left := await self._broadcasts.close(agent):
+                self._discard_manifests()
             if self._update is not update:
                 self.require_none()
             elif self._is_begun and update is not None and update.target == target:
@@ -307,7 +183,7 @@ class ClientUpdates:
                 await self._receive(agent, info, began)
             except Exception as error:
                 if agent.has_broadcasts and not repeats:
-                    await self._end_broadcast(agent, info, error)
+                    await self._broadcasts.end(agent, self._update, info, error)
                 self._answered += 1
                 raise
             self._answered += 1
@@ -321,7 +197,7 @@ class ClientUpdates:
         try:
             if isinstance(info, dict):
                 info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
-            described, metas = _read(info, update.next_known)
+            described, metas = read_tensors(info, update.next_known)
             was_committed = update.target in self._committed
             self._committed.discard(update.target)
             await update.arm(agent, metas, was_committed=was_committed)
@@ -330,45 +206,11 @@ class ClientUpdates:
         except BaseException as error:
             update.fail(str(error) or "its client disconnected")
             if isinstance(error, asyncio.CancelledError) and not entered:
-                self._is_stranded = agent.has_broadcasts
+                self._broadcasts.is_stranded = agent.has_broadcasts
             raise
         update.calls.append(metas)
         update.infos.append(given)
         self._manifests[update.target] = update.calls
-
-    async def _end_broadcast(self, agent: GatewayAgent, info: object, error: Exception) -> None:
-        """Ends the broadcast of a refused call; the error's notes say if that is impossible."""
-        update = self._update
-        if update is not None and (update.stage is HttpStage.LOADING or info == update.drained):
-            return
-        try:
-            described, metas = _read(info, [] if update is None else update.next_known)
-        except UsageError:
-            await agent.close_native()
-            self._note_left(error, "what its client sends is unknown")
-            return
-        columns = {
-            "names": [""] * len(metas),  # how much comes does not depend on them
-            "dtype_names": [each.dtype for each in metas],
-            "shapes": [list(each.shape) for each in metas],
-        }
-        drain = asyncio.create_task(agent.drain_native({**described, **columns}))
-        try:
-            await asyncio.wait([drain])
-        finally:
-            await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
-            if failure := drain.exception():
-                self._note_left(error, str(failure))
-            else:
-                self._is_stranded = False
-                if update is not None:
-                    update.drained = info
-
-    def _note_left(self, error: Exception, why: str) -> None:
-        left = f"{why}: {_LEFT}"
-        error.add_note(left)
-        if self._update is not None:
-            self._update.left = left
 
     async def finish(self, label: str) -> None:
         """Commits the update: all engines serve the new weights when this returns.
@@ -485,38 +327,3 @@ class ClientUpdates:
     def _on_undone(self, reason: str) -> None:
         if self._update is not None:
             self._update.fail(reason)
-
-
-class _Described(msgspec.Struct):
-    """What an ``update_info`` says of its tensors."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**62)], ...]]
-
-
-def _read(info: object, known: list[TensorMeta]) -> tuple[Mapping[str, Any], list[TensorMeta]]:
-    """Returns a client's ``update_info``, and the tensors that it describes.
-
-    Args:
-        info: the ``update_info``.
-        known: its tensors, if it names none.
-
-    Raises:
-        UsageError: it can't be read, or describes none.
-    """
-    if not isinstance(info, dict):
-        raise UsageError("update_info: an object is needed")
-    try:
-        said = msgspec.convert(
-            {key: info[key] for key in _Described.__struct_fields__ if key in info}, _Described
-        )
-        columns = zip(said.names, said.dtype_names, said.shapes, strict=True)
-        metas = [TensorMeta(*each) for each in columns]
-        "".join(said.names).encode()
-    except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"update_info: names, dtype_names and shapes: {error}") from error
-    # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
-    if not metas and not known:
-        raise UsageError("update_info: no tensors are named, and none were named before")
-    return info, metas or known

@@ -4,18 +4,22 @@ A plan is built once per manifest, from the copies that a :class:`LoaderTrace` r
 model's own loader ran. Names of layers play no part in it. A plan exists only if the loader does
 nothing but copy, and fills every element of every parameter exactly once. Later updates then repeat
 the copies and need no loader.
+
+The tensors of an open update come in parts. :func:`extend_plan` makes the plan of those that are
+known; :func:`make_plan` makes that of all, and checks it, when the update ends.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from bus.manifest import TensorMeta
     from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace, Region, TracedCopy, TracedFill
@@ -118,17 +122,73 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
         _check_filled(name, regions.get(name, ()), parameter.numel())
     targets: dict[str, PlanTarget] = {}
     for name, filled in regions.items():
-        tensor = trace.tensor(name)
         if name in trace.targets.buffers:
             _check_filled(name, filled)
-        if name not in copied and tensor.numel():
+        if name not in copied and trace.tensor(name).numel():
             raise NoPlanError(f"{name} is filled with no tensor")
-        if not tensor.is_contiguous() or tensor.storage_offset():
-            raise NoPlanError(f"{name} is not contiguous")
-        targets[name] = PlanTarget(tuple(tensor.shape), tensor.dtype)
-    names = [meta.name for meta in trace.metas]
-    by_name = {name: tuple(trace.copies.get(i, ())) for i, name in enumerate(names)}
-    return CopyPlan(by_name, fills, targets)
+        targets[name] = _target(trace, name)
+    return CopyPlan(_copies(trace), fills, targets)
+
+
+def extend_plan(known: CopyPlan | None, trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
+    """Makes the copy plan of an open manifest, which may lack tensors of the model.
+
+    Its targets are all parameters of the model, and the buffers that are filled so far.
+
+    Args:
+        known: the plan of the parts before; None for the first part.
+        trace: recorded while the loader was given every tensor that is known.
+        unloaded: as in :func:`make_plan`.
+
+    Raises:
+        NoPlanError: no plan can repeat this load, whatever tensors follow.
+    """
+    if trace.beyond_copies:
+        raise NoPlanError(trace.beyond_copies)
+    if known is None:
+        targets = {}
+        for name, parameter in trace.targets.parameters.items():
+            _check_loader(name, parameter)
+            if name != unloaded:
+                targets[name] = _target(trace, name)
+    else:
+        targets = dict(known.targets)
+    added = _copies(trace, {} if known is None else known.copies)
+    fills: dict[str, tuple[TracedFill, ...]] = {}
+    for fill in trace.fills:
+        fills[fill.target] = (*fills.get(fill.target, ()), fill)
+    for name in (*fills, *(copy.target for copies in added.values() for copy in copies)):
+        if name not in targets:
+            targets[name] = _target(trace, name)
+    return CopyPlan(added if known is None else known.copies | added, fills, targets)
+
+
+def _copies(
+    trace: LoaderTrace, known: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, tuple[TracedCopy, ...]]:
+    """Returns the copies of each traced tensor that follows those in ``known``."""
+    metas = enumerate(trace.metas[len(known) :], len(known))
+    return {meta.name: tuple(trace.copies.get(index, ())) for index, meta in metas}
+
+
+def _check_loader(name: str, parameter: torch.Tensor) -> None:
+    """Raises :class:`NoPlanError` if a parameter shows, unloaded, that vLLM does more than copy.
+
+    What this overlooks, the part shows that brings the parameter's tensor.
+    """
+    loaded = getattr(parameter, "weight_loader_numel", parameter.numel())
+    if loaded != parameter.numel():
+        raise NoPlanError(f"of {name} {loaded} of {parameter.numel()} elements are filled")
+    loader = getattr(getattr(parameter, "weight_loader", None), "__qualname__", "")
+    if loader.startswith("composed_weight_loader."):  # vLLM's, of Mamba
+        raise NoPlanError(f"{name} is computed from what is loaded")
+
+
+def _target(trace: LoaderTrace, name: str) -> PlanTarget:
+    tensor = trace.tensor(name)
+    if not tensor.is_contiguous() or tensor.storage_offset():
+        raise NoPlanError(f"{name} is not contiguous")
+    return PlanTarget(tuple(tensor.shape), tensor.dtype)
 
 
 def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:

@@ -185,22 +185,21 @@ class ManifestChecker:
         self._check_unused(manifest, trace, merged)
         return trace
 
-    def check_whole(self, manifest: Manifest) -> None:
-        """Refuses an open manifest of which tensors are missing, and which was checked last.
+    def check_whole(self, manifest: Manifest) -> LoaderTrace:
+        """Refuses an open manifest of which this worker lacks tensors, and which was checked last.
 
-        A collective of the engine's workers.
+        Returns:
+            As :meth:`check`.
 
         Raises:
-            EngineError: as :meth:`check`, in all workers.
+            EngineError: as :meth:`check`.
         """
-
-        def check() -> None:
-            self._check_filled(manifest, self._load(manifest))
-            for meta in manifest.tensors():
-                if meta.name == self._tied_head and not _equals_embeddings(meta, manifest):
-                    raise _unknown(meta, "it is tied to the embeddings, which did not come")
-
-        agreement.run_before_any_continues(check)
+        trace = self._load(manifest)
+        self._check_filled(manifest, trace)
+        for meta in manifest.tensors():
+            if meta.name == self._tied_head and not _equals_embeddings(meta, manifest):
+                raise _unknown(meta, "it is tied to the embeddings, which did not come")
+        return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
         """Returns the meta model's loader, for a comparison with a copy plan.

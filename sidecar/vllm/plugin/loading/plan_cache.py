@@ -10,6 +10,10 @@
 ARM makes the plan of a new manifest, or records why there can be none. All workers of an engine
 load in the same way: if one of them can't use its plan, all use vLLM's loader. A plan belongs to
 the tensors of one manifest, however they are cut into chunks; other tensors replace the plan.
+
+The plan of an open update grows with its parts, and only staging uses it: in a pause, vLLM's loader
+loads them. When the update ends, the plan of all tensors is made. If some tensors have no plan, an
+open update that begins with them has none either.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from sidecar.vllm.plugin import agreement
-from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, NoPlanError, make_plan
+from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, NoPlanError, extend_plan, make_plan
 from sidecar.vllm.plugin.loading.parameter_map import reordering_kernel
 from sidecar.vllm.plugin.loading.plan_runner import PlanComparison, PlannedUpdate
 
@@ -48,12 +52,14 @@ class PlanEntry:
         plan: the copy plan; None without one.
         proven: whether a comparison has shown that the plan does the same as the loader.
         reason: why there is no plan; empty if there is one.
+        is_open: whether more tensors may follow.
     """
 
-    tensors: tuple[Any, ...]
+    tensors: tuple[tuple[Any, ...], ...]
     plan: CopyPlan | None = None
     proven: bool = False
     reason: str = ""  # why there is no plan
+    is_open: bool = False
 
 
 class PlanCache:
@@ -93,15 +99,27 @@ class PlanCache:
         """Makes an armed manifest's copy plan, unless the previous manifest's plan fits.
 
         That plan fits if the names, dtypes and shapes are equal, in the same order. If no plan is
-        possible, :attr:`entry` has the reason.
+        possible, :attr:`entry` has the reason. An open update is armed again with each part, and as
+        a whole when it ends.
         """
-        tensors = (manifest.names, manifest.dtypes, manifest.shapes)
-        if self._entry is not None and self._entry.tensors == tensors:
+        tensors, is_open = (manifest.names, manifest.dtypes, manifest.shapes), manifest.is_open
+        before = self._entry or PlanEntry(((), (), ()), is_open=True)
+        if (before.tensors, before.is_open) == (tensors, is_open):
             return
-        self._entry = known = PlanEntry(tensors)
+        follows = before.is_open and _begins(tensors, before.tensors)
+        if before.reason and (follows or (is_open and _begins(before.tensors, tensors))):
+            if follows:
+                before.tensors = tensors
+            return
+        self._entry = known = PlanEntry(tensors, is_open=is_open)
         try:
-            self._check_methods()
-            known.plan = make_plan(trace, unloaded=self._tied_head)
+            parts = before.plan if follows else None
+            if parts is None:
+                self._check_methods()
+            if is_open:
+                known.plan = extend_plan(parts, trace, unloaded=self._tied_head)
+            else:
+                known.plan = make_plan(trace, unloaded=self._tied_head)
         except NoPlanError as error:
             self._discard(known, str(error))
         except Exception as error:  # noqa: BLE001 - the update goes well without a plan
@@ -118,7 +136,7 @@ class PlanCache:
             True if the update is loaded by the plan (:attr:`update`); False if by vLLM's loader.
         """
         self.close()
-        known = self._entry
+        known = None if self._entry is None or self._entry.is_open else self._entry
         update: PlannedUpdate | None = None
         if known is not None and known.plan is not None and known.proven and not reloading:
             try:
@@ -238,3 +256,8 @@ class PlanCache:
             kernel = reordering_kernel(module)
             if kernel and self._device.type != "cpu":  # a CPU's plan repacks as vLLM does
                 raise NoPlanError(f"vLLM lays {name} out anew for its {kernel} kernel")
+
+
+def _begins(tensors: tuple[tuple[Any, ...], ...], first: tuple[tuple[Any, ...], ...]) -> bool:
+    """Returns whether a manifest's tensors begin with those of another manifest."""
+    return all(column[: len(part)] == part for column, part in zip(tensors, first, strict=True))

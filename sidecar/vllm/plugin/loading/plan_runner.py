@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, PlanTarget
+    from sidecar.vllm.plugin.loading.loader_trace import TracedFill
 
 Received = list[tuple[str, torch.Tensor]]
 
@@ -119,7 +120,8 @@ class PlannedUpdate:
     def _pad(self, names: Iterable[str]) -> list[tuple[str, int]]:
         new = [name for name in dict.fromkeys(names) if name not in self._begun]
         self._begun.update(new)
-        return [(name, pad(self._plan, name, self._memory(name))) for name in new]
+        fills = self._plan.fills
+        return [(name, pad(fills.get(name, ()), self._memory(name))) for name in new]
 
     def _memory(self, name: str) -> torch.Tensor:
         place = self._places[name]
@@ -284,19 +286,18 @@ def copies(
     return CopyBatch(targets, sources), filled
 
 
-def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
+def pad(fills: Iterable[TracedFill], target: torch.Tensor) -> int:
     """Fills the elements of a parameter that no tensor of the update fills, such as padding.
 
     Args:
-        plan: the copy plan. It has the regions with such elements, and their constant values.
-        name: the parameter's name.
+        fills: the regions with such elements, and their constant values, from the copy plan.
         target: the memory of the parameter to write.
 
     Returns:
         How many elements were filled.
     """
     filled = 0
-    for each in plan.fills.get(name, ()):
+    for each in fills:
         filled += part(target, each.region).fill_(each.value).numel()
     return filled
 

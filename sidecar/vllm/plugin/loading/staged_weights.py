@@ -5,6 +5,7 @@
     state    call       next     what happens
     EMPTY    begin      FILLING  memory for everything that the copy plan fills is allocated
     FILLING  stage      FILLING  a chunk is put into that memory (:mod:`staging_layouts`)
+    FILLING  extend     FILLING  the update is open: more tensors will be staged
     FILLING  seal       SEALED   checked: every element was staged exactly once
     SEALED   swap       EMPTY    everything is copied to the parameters that the model serves
     any      release    EMPTY    the served weights have not changed
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.weight_transfer.cuda import synchronize
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
 from sidecar.vllm.plugin.loading.parameter_map import (
     ParameterFingerprint,
@@ -37,7 +39,7 @@ from sidecar.vllm.plugin.loading.parameter_map import (
 )
 from sidecar.vllm.plugin.loading.plan_runner import equal_bits, put
 from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
-from sidecar.vllm.plugin.loading.staging_layouts import AsSent, ByTarget
+from sidecar.vllm.plugin.loading.staging_layouts import AsSent, ByTarget, shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,13 +79,14 @@ class StagedWeights:
         # The copies of the last swap, with the layout, memory and parameters that they belong to.
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
-    def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
+    def begin(self, plan: CopyPlan, chunks: Chunks, *, is_open: bool = False) -> None:
         """Begins to stage an update: allocates memory, or reuses an earlier update's.
 
         Args:
             plan: where each element goes in the model.
             chunks: the tensors of each chunk. Pass the same objects for the same manifest, so that
                 earlier preparations are reused.
+            is_open: whether more tensors may follow, by :meth:`extend`.
 
         Raises:
             EngineError: code ``staging_refused``: memory is short, or the model's parameters don't
@@ -93,12 +96,25 @@ class StagedWeights:
         places = self._find_parameters_or(NackCode.STAGING_REFUSED, plan)
         if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
             repacked = any(repacks(place, self._device) for place in places.values())
-            as_sent = plan.is_whole(chunks) and not repacked
+            as_sent = not (repacked or is_open) and plan.is_whole(chunks)
             self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
         layout, _ = self._layout
         self.memory.allocate(layout.shapes)
         layout.begin(self.memory.tensors)
         self._begun = True
+
+    def extend(self, plan: CopyPlan) -> None:
+        """Continues an open update by the plan of its tensors so far, or of all of them.
+
+        Raises:
+            EngineError: code ``staging_refused``: memory is short.
+        """
+        layout = self._require_layout()
+        assert isinstance(layout, ByTarget), "the update was begun as open"
+        self.memory.extend({**layout.shapes, **shapes_of(plan)})
+        layout.extend(plan)
+        # Parts may be checked on the worker's stream, and staged on the staging channel's.
+        synchronize(self._device)
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
         """Returns the part of the staging memory into which a chunk can be received directly.
@@ -151,15 +167,18 @@ class StagedWeights:
         """Checks that every element was staged, and prepares the swap.
 
         Raises:
-            EngineError: code ``wrong_state``: some elements were not staged.
+            EngineError: code ``wrong_state``: some elements were not staged; ``staging_refused``:
+                as :meth:`begin`.
         """
         layout = self._require_layout()
         if layout.missing:
             raise EngineError(
                 f"{layout.missing} elements are not staged", code=NackCode.WRONG_STATE
             )
-        if self._parameters is not None:
-            self._prepare(self._parameters[1])
+        if self._parameters is None or self._parameters[0] is not layout.plan:
+            self._find_parameters_or(NackCode.STAGING_REFUSED, layout.plan)
+        assert self._parameters is not None, "they were found"
+        self._prepare(self._parameters[1])
         self._sealed = True
 
     def require_sealed(self) -> None:

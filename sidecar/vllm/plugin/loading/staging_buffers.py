@@ -14,6 +14,7 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.transfer import spare_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,15 @@ class StagingBuffers:
         """
         return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
 
+    def reusable_bytes(self, needed: int) -> int:
+        """Returns how many of the needed bytes an earlier update left in this process.
+
+        The memory is still allocated, or was released and is still cached by this process.
+        """
+        if self.released_bytes >= needed and spare_memory(self._device) >= needed:
+            return needed
+        return self.held_bytes
+
     def allocate(self, shapes: Shapes) -> None:
         """Allocates the staging tensors, unless they are allocated already.
 
@@ -66,16 +76,37 @@ class StagingBuffers:
                 for each in self.tensors.values():
                     each.untyped_storage().resize_(each.nbytes)
             else:
-                self.tensors = {
-                    name: torch.empty(shape, dtype=dtype, device=self._device)
-                    for name, (shape, dtype) in shapes.items()
-                }
+                self.tensors = self._made(shapes)
         except torch.OutOfMemoryError as error:
             self._discard()
-            raise EngineError(
-                f"{self._device} has no room to stage the update", code=NackCode.STAGING_REFUSED
-            ) from error
+            raise self._refusal() from error
         self._held = True
+
+    def extend(self, shapes: Shapes) -> None:
+        """Allocates further staging tensors beside those that are allocated.
+
+        Args:
+            shapes: as in :meth:`allocate`, of all of them.
+
+        Raises:
+            EngineError: as :meth:`allocate`.
+        """
+        further = {name: shape for name, shape in shapes.items() if name not in self.tensors}
+        try:
+            self.tensors |= self._made(further)
+        except torch.OutOfMemoryError as error:
+            raise self._refusal() from error
+        self._shapes = shapes
+
+    def _made(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self._device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def _refusal(self) -> EngineError:
+        text = f"{self._device} has no room to stage the update"
+        return EngineError(text, code=NackCode.STAGING_REFUSED)
 
     def release(self) -> None:
         """Releases the memory; the tensors must not be read until the next :meth:`allocate`."""

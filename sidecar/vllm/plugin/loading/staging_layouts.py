@@ -6,7 +6,7 @@ layout              memory holds                 used when
 :class:`AsSent`     chunks, packed as sent       the worker uses all of every tensor, and serves
                                                  its weights as they are loaded
 :class:`ByTarget`   parameters and buffers       otherwise: the worker uses shards, casts dtypes,
-                                                 or repacks layers
+                                                 or repacks layers; or the update is open
 ==================  ===========================  ================================================
 
 With :class:`AsSent` the transport can receive a chunk directly into the chunk's place: nothing is
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from sidecar.vllm.plugin.loading.copy_plan import CopyPlan
-    from sidecar.vllm.plugin.loading.loader_trace import Region, TracedCopy
+    from sidecar.vllm.plugin.loading.loader_trace import Region, TracedCopy, TracedFill
     from sidecar.vllm.plugin.loading.plan_runner import Received
     from sidecar.vllm.plugin.loading.staging_buffers import Shapes
 
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 
 _ALL: Final = "all"  # the name of the single buffer
+
+
+def shapes_of(plan: CopyPlan) -> Shapes:
+    """Returns the memory in which a layout by target keeps everything that the plan fills."""
+    return {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
 
 
 class StagingLayout(ABC):
@@ -172,7 +177,7 @@ class ByTarget(StagingLayout):
 
     def __init__(self, plan: CopyPlan) -> None:
         super().__init__(plan)
-        self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
+        self.shapes = shapes_of(plan)
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
         """Returns elements of a parameter or buffer; None if the plan does not fill it."""
@@ -185,7 +190,19 @@ class ByTarget(StagingLayout):
 
     def _start(self) -> None:
         self.missing = sum(each.numel() for each in self._memory.values())
-        self.missing -= sum(pad(self.plan, name, self._memory[name]) for name in self.plan.fills)
+        self._pad(self.plan.fills)
+
+    def extend(self, plan: CopyPlan) -> None:
+        """Continues an open update by a plan of more tensors, for which the memory has room."""
+        before, self.plan = self.plan, plan
+        self.shapes = {**self.shapes, **shapes_of(plan)}
+        further = plan.targets.keys() - before.targets.keys()
+        self.missing += sum(self._memory[name].numel() for name in further)
+        fills = plan.fills.items()
+        self._pad({name: each[len(before.fills.get(name, ())) :] for name, each in fills})
+
+    def _pad(self, fills: Mapping[str, tuple[TracedFill, ...]]) -> None:
+        self.missing -= sum(pad(each, self._memory[name]) for name, each in fills.items())
 
     def _plan_chunk(self, seq: int, tensors: Received) -> CopyBatch:  # noqa: ARG002 - any of them
         return copies(self.plan, tensors, self._memory.__getitem__)[0]
@@ -247,8 +264,8 @@ class AsSent(StagingLayout):
 
     def pad(self, targets: Memory) -> None:
         """Writes the constants of all parameters and buffers, which no chunk brings."""
-        for name in self.plan.fills:
-            pad(self.plan, name, targets[name])
+        for name, fills in self.plan.fills.items():
+            pad(fills, targets[name])
 
     def _start(self) -> None:
         self.missing = self._numel

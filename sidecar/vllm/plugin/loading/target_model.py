@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from bus.manifest import Manifest
 from bus.messages import NackCode
 from sidecar.transfer import check_room
 from sidecar.transfer.unloaded import UnloadedTensors
+from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.compat import deferred_layers, reloading_layers
 from sidecar.vllm.plugin.loading.cpu import CpuRepacking
 from sidecar.vllm.plugin.loading.manifest_check import ManifestChecker, tied_head
@@ -77,19 +78,54 @@ class TargetModel:
             raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
         return trace
 
-    def extend(self, armed: ArmedUpdate, part: Extend) -> ArmedUpdate:
-        """Returns an open update with further tensors. A collective of the engine's workers.
+    def extend(self, armed: ArmedUpdate, part: Extend, *, is_staged: bool) -> ArmedManifest:
+        """Returns an open manifest with further tensors. A collective of the engine's workers.
+
+        If the update is being staged, there is room for them afterwards.
 
         Raises:
-            EngineError: as :meth:`check`; or a tensor came before.
+            EngineError: as :meth:`check`; or a tensor came before; code ``staging_refused``: there
+                is no memory, or no copy plan for them.
         """
         described = part.names, part.dtypes, part.shapes, part.chunk_ends
         try:
             manifest = armed.manifest.join(Manifest(*described))
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
-        self.check(manifest, armed.manifest)
-        return ArmedUpdate(ArmedManifest(manifest), armed.target, armed.staging)
+        self.plans.on_armed(manifest, self.check(manifest, armed.manifest))
+        if is_staged:
+            self._extend_staged()
+        return ArmedManifest(manifest)
+
+    def complete(self, manifest: Manifest) -> None:
+        """Checks that a staged open update has all tensors that this worker needs.
+
+        No collective: it may run while the worker runs steps.
+
+        Raises:
+            EngineError: as :meth:`check`: a tensor is missing; as :meth:`extend`.
+        """
+        trace = self.checker.check_whole(manifest)
+        self.plans.on_armed(replace(manifest, is_open=False), trace)
+        self._extend_staged()
+
+    def _extend_staged(self) -> None:
+        known = self.plans.entry
+        if known.plan is None:
+            text = f"it needs the model's own loader: {known.reason}; the next update pauses"
+            raise EngineError(text, code=NackCode.STAGING_REFUSED)
+        self.staged.extend(known.plan)
+
+    def require_whole(self, manifest: Manifest) -> None:
+        """Refuses an open manifest of which tensors are missing. A collective of the workers.
+
+        Raises:
+            EngineError: as :meth:`check`, in all workers.
+        """
+        agreement.run_before_any_continues(lambda: self._check_whole(manifest))
+
+    def _check_whole(self, manifest: Manifest) -> None:
+        self.checker.check_whole(manifest)
 
     def begin(self, armed: ArmedUpdate | None) -> None:
         """Begins to check tensors of an update that have no parameter of their own."""
@@ -156,12 +192,12 @@ class ArmedManifest:
             self._fits = fits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ArmedUpdate:
     """An update that is ready to load, because its manifest was checked.
 
     Attributes:
-        announced: the manifest, with its chunks.
+        announced: the manifest, with its chunks; that of an open update grows part by part.
         target: what the update replaces: the model, or its draft model.
         staging: the options of a staged update; None if it is loaded in a pause.
     """

@@ -7,11 +7,13 @@
     the channel     ArmManifest,     channel's     the manifest is checked, or armed again
                     Rearm
     the channel     StartStaging     channel's     memory is allocated beside the weights
+    the channel     Extend           channel's     the update is open: further tensors are checked
     the channel     ReceiveChunk,    channel's     a chunk is received, and staged. Over a
                     Stage                          transport of vLLM's own, ReceiveChunk does both
     the channel     Drain            channel's     what comes over a transport of vLLM's own is
                                                    received, and discarded
-    the channel     Seal             channel's     checked: every element is staged
+    the channel     Seal             channel's     checked: every element is staged, and no tensor
+                                                   of an open update is missing
     the core        CheckReady,      worker's      checked; then everything is copied into the
                     SwapStaged                     weights
     the core        ReleaseStaging   worker's      the staged weights are dropped
@@ -21,8 +23,8 @@ Python runs one thread at a time. So everything that the channel does in Python 
 must be short. On a GPU the channel uses its own CUDA stream, and acknowledges an operation only
 when the GPU has finished it.
 
-A worker with peer workers receives a new manifest through the core, because checking it is a
-collective of the workers.
+A worker with peer workers receives a new manifest, and parts of an open one, through the core,
+because checking them is a collective of the workers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from bus.messages import NackCode
 from bus.vllm_payloads import engine_of
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.cuda import synchronize
-from sidecar.transfer import free_memory, spare_memory, staging_capacity
+from sidecar.transfer import free_memory, staging_capacity
 from sidecar.transfer.streams import own_stream, within
 from sidecar.transfer.verification import DeferredSums
 from sidecar.vllm.plugin import agreement
@@ -51,6 +53,7 @@ from sidecar.vllm.plugin.operations import (
     ArmManifest,
     Done,
     Drain,
+    Extend,
     Greet,
     Open,
     Operation,
@@ -118,6 +121,9 @@ class VllmReceiver(Protocol):
             put: gets some of the tensors at a time, in the current CUDA stream.
         """
 
+    def finish(self) -> None:
+        """Releases what vLLM keeps between an update's chunks."""
+
     def drain(self, operation: Drain) -> None:
         """Receives what the sender sends, and discards it.
 
@@ -182,8 +188,6 @@ class Stager:
         if theirs is not None and theirs.unstaged_reason:
             return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
-        if known.plan is None and armed.manifest.is_open:
-            return StagingCapacity(why_not="its tensors come in several calls, for the first time")
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if is_partial:
@@ -192,21 +196,11 @@ class Stager:
         if anew:
             return StagingCapacity(why_not=f"its weights are not as they are loaded: {anew}")
         needed = known.plan.size_bytes
-        held = self._reusable_bytes(needed)
+        held = self._target.staged.memory.reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):
             return StagingCapacity(needed, "there was no room when it was last tried")
         needed += theirs.buffer_bytes(armed) if theirs is not None else 0
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
-
-    def _reusable_bytes(self, needed: int) -> int:
-        """Returns how many bytes of staging memory an earlier update left in this process.
-
-        The memory is still allocated, or was released and is still cached by this process.
-        """
-        memory = self._target.staged.memory
-        if memory.released_bytes >= needed and spare_memory(self._device) >= needed:
-            return needed
-        return memory.held_bytes
 
     def _is_refused_again(self, needed: int) -> bool:
         """Returns whether an allocation would probably fail again.
@@ -257,6 +251,12 @@ class Stager:
         self._receiver.clear()
         self._sums.discard()
 
+    def extend(self, armed: ArmedUpdate, target: TargetModel, part: Extend) -> None:
+        """Checks further tensors of an open update, staged or not: :meth:`TargetModel.extend`."""
+        announced = target.extend(armed, part, is_staged=armed is self._armed)
+        announced.check_room(self._receiver.backend, self._receiver.receiver)
+        armed.announced = announced
+
     # -- on the channel's -----------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -283,8 +283,10 @@ class Stager:
                     self._receive(operation)
                 case Stage():
                     self._stage(operation.chunks)
+                case Extend():
+                    self.extend(require_armed(self._armed), self._target, operation)
                 case Seal():
-                    self._target.staged.seal()
+                    self._seal()
                 case Drain() if self.theirs is not None:
                     self.theirs.drain(operation)
                 case _:
@@ -303,7 +305,7 @@ class Stager:
         self._discard_chunks()
         staged, receiver = self._target.staged, self._receiver.receiver
         try:
-            staged.begin(known.plan, armed.announced.chunks)
+            staged.begin(known.plan, armed.announced.chunks, is_open=armed.manifest.is_open)
         except EngineError as error:
             mismatch = _layout_mismatch(self._target, known.plan)
             if error.code is NackCode.STAGING_REFUSED and not mismatch:
@@ -324,12 +326,19 @@ class Stager:
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
 
+    def _seal(self) -> None:
+        if self._armed is not None and self._armed.manifest.is_open:
+            self._target.complete(self._armed.manifest)
+        self._target.staged.seal()
+        if engine_of(self._receiver.backend) and self.theirs is not None:
+            self.theirs.finish()
+
     def _put(self, seq: int, tensors: Tensors) -> None:
         """Stages tensors of a chunk that arrives over a transport of vLLM's own."""
         self._target.unloaded.check(tensors)
         self._target.staged.stage_part(seq, tensors)
         if not self._target.plans.entry.proven:
-            self._prove(tensors)
+            self._prove(self._target.without_tied_head(tensors))
 
     def _interrupt(self) -> None:
         self._receiver.interrupt()

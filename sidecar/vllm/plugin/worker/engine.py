@@ -262,7 +262,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 return operations.Done(room=self.wavebus_room)
             case operations.Extend():
                 armed = require_armed(self.armed)
-                self.armed = self._loadable[armed.target].extend(armed, operation)
+                self._stager.extend(armed, self._loadable[armed.target], operation)
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
@@ -288,7 +288,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._restore(worker, target)
             case operations.Finish():
                 if self.armed is not None and self.armed.manifest.is_open:
-                    self._loadable[self.armed.target].checker.check_whole(self.armed.manifest)
+                    self._loadable[self.armed.target].require_whole(self.armed.manifest)
                 self.session.finish(worker)
             case operations.LoadAdapter():
                 self._load_adapter(operation)

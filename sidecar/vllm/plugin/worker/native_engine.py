@@ -97,8 +97,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._begun = armed, due + 1
         info = self._update_info(armed, operation)
         metas = require_chunk(armed.announced.chunks, operation.seq)
-        is_last = operation.seq + 1 == armed.manifest.chunks
-        self._transport.receive(info, metas, put, is_last=is_last)
+        self._transport.receive(info, metas, put)
+
+    def finish(self) -> None:
+        """Releases what vLLM keeps between an update's chunks."""
+        self._transport.finish()
 
     def drain(self, operation: operations.Drain) -> None:
         """Receives what the sender sends, and discards it; see :class:`VllmReceiver`."""

@@ -137,9 +137,7 @@ class VllmTransport:
         buffer = int(info.packed_buffer_size_bytes) + tensor
         return min(chunk, buffer * (int(info.packed_num_buffers) + 1))
 
-    def receive(
-        self, update_info: dict[str, Any], metas: tuple[TensorMeta, ...], put: Put, *, is_last: bool
-    ) -> None:
+    def receive(self, update_info: dict[str, Any], metas: tuple[TensorMeta, ...], put: Put) -> None:
         """Receives a chunk, and hands its tensors to ``put`` instead of loading them.
 
         If ``put`` fails, the rest of the chunk is still received, because the other ends would wait
@@ -150,14 +148,16 @@ class VllmTransport:
             metas: names, dtypes and shapes of the chunk's tensors, in their order.
             put: gets some of the tensors at a time, in the current CUDA stream; it must not keep
                 them.
-            is_last: whether this is the update's last chunk.
 
         Raises:
             EngineError: of ``put``; or code ``transfer_failed``: the transport is not open, the
                 receive failed or was interrupted, or other tensors arrived.
         """
         self._receive(self._original.parse_update_info(update_info), metas, put)
-        if is_last and not self._is_collective:
+
+    def finish(self) -> None:
+        """Releases the trainer's buffer, which vLLM keeps mapped between an update's chunks."""
+        if self.is_open and not self._is_collective:
             self._engine._packed_importer.close()  # noqa: SLF001 - as vLLM's finish_weight_update
 
     def discard(self, update_info: dict[str, Any], timeout_s: float) -> None:

@@ -160,7 +160,7 @@ def test_an_update_is_one_call_for_each_step(
 def test_a_part_is_checked_before_its_chunks_come(
     closed: list[WorkerClient | StagingChannelServer],
 ) -> None:
-    """Its chunks follow those before it. A staged update has all tensors of the model already."""
+    """Its chunks follow those before it."""
     workers = Workers()
     client = client_of(workers, closed)
     told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
@@ -176,10 +176,27 @@ def test_a_part_is_checked_before_its_chunks_come(
         operations.Extend(("b",), ("float32",), ((2,),), (1,)),
         operations.ReceiveChunk(1, "vllm:nccl", b"h"),
     ]
-    client._staged = True
-    with pytest.raises(EngineError, match="are staged") as refused:
-        told(workers, client.extend(part))
-    assert (refused.value.code, refused.value.tensor) == (NackCode.MANIFEST_REFUSED, "b")
+
+
+@pytest.mark.parametrize("peers", [0, 1])
+def test_a_part_of_a_staged_update_is_checked_by_the_channel_of_a_lone_worker(
+    closed: list[WorkerClient | StagingChannelServer], peers: int
+) -> None:
+    """Workers that are peers ask each other, and do so where no step of theirs does."""
+    workers = Workers()
+    workers.peers = [StagingChannelServer(workers._carry_out, lambda: None) for _ in range(peers)]
+    client = client_of(workers, closed)
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    steps = (
+        client.arm(replace(MANIFEST, is_open=True), "model", MAY),
+        client.start_update(recover=False, target="model", staged=True),
+    )
+    told(workers, *steps)
+    workers.by_lane.clear()
+    part = Manifest.plan([TensorMeta("b", "float32", (2,))], chunk_bytes=8)
+    extend = operations.Extend(("b",), ("float32",), ((2,),), (1,))
+    assert told(workers, client.extend(part)) == [extend]
+    assert workers.by_lane == ([] if peers else [extend])
 
 
 def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer_agent.gateway.checksums import WeightChecksums
-from trainer_agent.gateway.updates import Conflict
+from trainer_agent.gateway.http_update import Conflict
 
 SAME = {"tp0/a": "1", "tp0/b": "2"}
 

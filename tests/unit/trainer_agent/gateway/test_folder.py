@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from bus.errors import UsageError
 from trainer_agent.gateway.folder import FolderSource, read_adapter
-from trainer_agent.gateway.updates import Conflict
+from trainer_agent.gateway.http_update import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -99,6 +99,26 @@ def trace_of(model: Small, tensors: Mapping[str, Tensor]) -> LoaderTrace:
     return trace
 
 
+class Parts:
+    """An update of which ever more tensors are known, on a model that is on the meta device."""
+
+    def __init__(self, model: Small, tensors: Mapping[str, Tensor]) -> None:
+        self.trace = LoaderTrace((), TargetNames(model), exact_dtype=False)
+        self._model = model
+        self._whole = manifest_of(tensors)
+        self._known = 0
+
+    def next(self, count: int) -> Manifest:
+        """Have its loader load so many more of them; the manifest of all so far, which is open."""
+        begin, self._known = self._known, self._known + count
+        self.trace.extend(self._whole.chunk(0)[begin : self._known])
+        with self.trace:
+            self._model.load_weights(self.trace.feed(begin, self._known, ""))
+        whole, known = self._whole, slice(self._known)
+        columns = whole.names[known], whole.dtypes[known], whole.shapes[known]
+        return Manifest(*columns, (self._known,), is_open=True)
+
+
 def _columns(manifest: Manifest) -> Iterable[tuple[str, str, tuple[int, ...]]]:
     return zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
 

@@ -16,6 +16,7 @@ from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, make_plan
 from sidecar.vllm.plugin.loading.plan_cache import PlanCache
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
     HIDDEN,
+    Parts,
     Small,
     manifest_of,
     trace_of,
@@ -427,6 +428,96 @@ def test_experts_in_another_order_get_no_plan(kernel: str, device: str, has_plan
     plans.on_armed(manifest_of(all_weights(0)), trace_of(meta, all_weights(0)))
     assert (plans.entry.plan is not None) is has_plan
     assert has_plan or kernel in plans.entry.reason
+
+
+def test_the_plan_of_an_open_update_grows_and_is_of_use_when_all_was_staged() -> None:
+    """The same tensors, armed as a whole, have the same plan."""
+    worker, new = Worker(), all_weights(0)
+    plans, parts = worker.plans, Parts(Serving("meta"), new)
+    for known in (5, len(new)):
+        manifest = parts.next(known - len(parts.trace.metas))
+        plans.on_armed(manifest, parts.trace)
+        plan = plans.entry.plan
+        assert plan is not None
+        assert list(plan.copies) == list(new)[:known]
+        assert set(plan.targets) >= set(dict(worker.model.named_parameters()))
+        assert ("mean" in plan.targets) is (known == len(new))  # a buffer
+    plans.on_armed(replace(manifest, is_open=False), parts.trace)
+    assert (plans.entry.is_open, plans.entry.proven) == (False, False)
+    plans.on_staged(proven=True)
+    before = plans.entry
+    worker.arm(3)
+    assert plans.entry is before
+    assert worker.update(1) == "plan"
+    worker.assert_serves(1)
+
+
+def test_an_open_update_in_a_pause_is_the_loaders() -> None:
+    """Its plan lacks tensors."""
+    worker = Worker()
+    worker.update(1)
+    parts = Parts(Serving("meta"), all_weights(0))
+    worker.plans.on_armed(parts.next(5), parts.trace)
+    worker.plans.entry.proven = True
+    assert worker.update(2) == "loader"
+    worker.assert_serves(2)
+    assert worker.plans.account() == {"way": "loader", "proven": True, "reason": ""}
+
+
+def test_what_has_no_plan_in_parts_has_none_the_next_time(caplog: pytest.LogCaptureFixture) -> None:
+    """It shows with a later part; from then on, with the first. Other tensors may have one."""
+    worker, new = Worker(), all_weights(0)
+    plans = worker.plans
+    meta = Serving("meta")
+    meta.loaders = {**meta.loaders, "norm": lambda model, tensor: model.norm.copy_(1 + tensor)}
+    with caplog.at_level(logging.INFO, logger="vllm.wavebus"):
+        for turn in range(2):
+            parts = Parts(meta, new)
+            first = parts.next(5)
+            plans.on_armed(first, parts.trace)
+            assert (plans.entry.plan is None) is bool(turn)
+            plans.on_armed(parts.next(len(new) - 5), parts.trace)
+            assert plans.entry.plan is None
+            assert "norm" in plans.entry.reason
+            plans.on_armed(replace(first, is_open=False), parts.trace)  # another one meanwhile
+            plans.on_armed(parts.next(0), parts.trace)
+    assert len(caplog.records) >= 1
+    others = Parts(Serving("meta"), dict(reversed(new.items())))
+    plans.on_armed(others.next(5), others.trace)
+    assert plans.entry.plan is not None
+
+
+def composed_weight_loader() -> Callable[[Tensor, Tensor], None]:
+    """Of vLLM's name."""
+
+    def composed_loader(parameter: Tensor, loaded: Tensor) -> None:
+        parameter.copy_(-loaded.exp())
+
+    return composed_loader
+
+
+@pytest.mark.parametrize("why", ["filled", "computed"])
+def test_what_no_copies_ever_load_is_known_with_the_first_tensor(why: str) -> None:
+    """Of experts whose rows a kernel pads, say; or of a state that decays."""
+    worker = Worker()
+    meta, gate_up = Serving("meta"), "gate_up"
+    parameter: Any = meta.get_parameter(gate_up)
+    if why == "filled":
+        parameter.weight_loader_numel = parameter.numel() - 1
+    else:
+        parameter.weight_loader = composed_weight_loader()
+    parts = Parts(meta, all_weights(0))
+    worker.plans.on_armed(parts.next(1), parts.trace)
+    assert gate_up in worker.plans.entry.reason
+    assert why in worker.plans.entry.reason
+
+
+def test_layers_that_are_quantised_are_known_with_the_first_tensor() -> None:
+    worker = Worker()
+    worker.model.linear.quant_method = Packing()
+    parts = Parts(Serving("meta"), all_weights(0))
+    worker.plans.on_armed(parts.next(1), parts.trace)
+    assert worker.plans.entry.reason == "linear is quantised by Packing"
 
 
 def test_experts_that_move_get_no_plan() -> None:

@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.weight_transfer.packing import ViewCache, packed_offsets
-from sidecar.vllm.plugin.loading.copy_plan import NoPlanError, make_plan
+from sidecar.vllm.plugin.loading.copy_plan import NoPlanError, extend_plan, make_plan
 from sidecar.vllm.plugin.loading.loader_trace import TargetNames
 from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 from sidecar.vllm.plugin.loading.staging_layouts import AsSent, ByTarget
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
     HIDDEN,
     ROWS,
+    Parts,
     Small,
     manifest_of,
     trace_of,
@@ -308,6 +309,79 @@ def test_a_chunk_may_come_one_tensor_after_the_other(tested: Staging, keep: bool
                 tested.prove(part)
         tested.swap(keep=keep)
         assert tested.serves(seed)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_open_update_is_staged_part_by_part(tested: Staging, keep: bool, count: int) -> None:
+    """Parts end in the middle of fused tensors. Until the swap the served weights stay."""
+    for seed in (5, 6):
+        before, new = tested.snapshot(), list(tested.new(seed).items())
+        parts = Parts(tested.made("meta"), dict(new))
+        parts.next(count)
+        plan = extend_plan(None, parts.trace, unloaded="")
+        tested.weights.begin(plan, tested.chunks[:1], is_open=True)
+        for seq, begin in enumerate(range(0, len(new), count)):
+            part = dict(new[begin : begin + count])
+            if begin:
+                with pytest.raises(EngineError, match="elements are not staged"):
+                    tested.weights.seal()
+                parts.next(len(part))
+                plan = extend_plan(plan, parts.trace, unloaded="")
+                tested.weights.extend(plan)
+            tested.weights.stage(seq, list(part.items()))
+            tested.prove(part)
+        assert all(torch.equal(before[name], now) for name, now in tested.snapshot().items())
+        tested.weights.extend(make_plan(parts.trace, unloaded=""))
+        tested.swap(keep=keep)
+        assert tested.serves(seed)
+        tested.update(seed + 10, keep=keep)
+        assert tested.serves(seed + 10)
+
+
+@pytest.mark.parametrize("lost", ["v", "experts.1.up"])
+def test_an_open_update_that_lacks_a_tensor_is_not_sealed(tested: Staging, lost: str) -> None:
+    """Half of a fused one, say. The plan of all can't be made either."""
+    before = tested.snapshot()
+    new = {name: tensor for name, tensor in tested.new(5).items() if name != lost}
+    parts = Parts(tested.made("meta"), new)
+    parts.next(2)
+    plan = extend_plan(None, parts.trace, unloaded="")
+    tested.weights.begin(plan, tested.chunks[:1], is_open=True)
+    tested.weights.stage(0, list(new.items())[:2])
+    parts.next(len(new) - 2)
+    tested.weights.extend(extend_plan(plan, parts.trace, unloaded=""))
+    tested.weights.stage(1, list(new.items())[2:])
+    with pytest.raises(EngineError, match="elements are not staged"):
+        tested.weights.seal()
+    with pytest.raises(EngineError, match="or not all"):
+        tested.weights.require_sealed()
+    with pytest.raises(NoPlanError, match=r"are filled|not filled"):
+        make_plan(parts.trace, unloaded="")
+    tested.weights.release(keep=False)
+    assert all(torch.equal(before[name], now) for name, now in tested.snapshot().items())
+
+
+def test_memory_for_a_buffer_of_a_later_part_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update fails then, and not the engine."""
+    tested = Staging(Whole)
+    new = {"mean": tested.new(5)["mean"], **tested.new(5)}
+    order = {name: new[name] for name in sorted(new, key="mean".__eq__)}
+    parts = Parts(Whole("meta"), order)
+    parts.next(len(order) - 1)
+    plan = extend_plan(None, parts.trace, unloaded="")
+    assert "mean" not in plan.targets
+    tested.weights.begin(plan, tested.chunks[:1], is_open=True)
+    parts.next(1)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(torch, "empty", full)
+        with pytest.raises(EngineError, match="no room to stage") as refused:
+            tested.weights.extend(extend_plan(plan, parts.trace, unloaded=""))
+    assert refused.value.code is NackCode.STAGING_REFUSED
 
 
 def test_a_model_that_is_not_where_the_plan_wants_it_is_refused(tested: Staging) -> None:

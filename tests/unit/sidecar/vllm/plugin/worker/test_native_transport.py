@@ -42,7 +42,8 @@ class TheirEngine:
         self.silent_from = len(METAS)  # of the sender
         self.waits = threading.Event()
         self.aborted = threading.Event()
-        self._packed_importer = SimpleNamespace(close=lambda: None)
+        self.unmapped = 0
+        self._packed_importer = SimpleNamespace(close=self._unmap)
 
     def init_transfer_engine(self, info: Any) -> None:  # noqa: ARG002 - vLLM's
         assert self.parallel_config == "the bus's"
@@ -70,6 +71,9 @@ class TheirEngine:
         self.closed += 1
         self.aborted.set()
 
+    def _unmap(self) -> None:
+        self.unmapped += 1
+
     def _load(self, weights: Tensors) -> None:
         self.loaded += [name for name, _ in weights]
 
@@ -87,7 +91,7 @@ def receive(
     names: str = "abcd",
 ) -> None:
     info = {"names": list(names), "counter": engine}
-    transport.receive(info, METAS, put, is_last=True)
+    transport.receive(info, METAS, put)
 
 
 def test_tensors_are_handed_over_and_the_served_model_gets_none() -> None:
@@ -102,6 +106,20 @@ def test_tensors_are_handed_over_and_the_served_model_gets_none() -> None:
     assert engine.parallel_config == "own"
     engine.receive_weights(SimpleNamespace(names=["a"], counter=engine))
     assert engine.loaded == ["a"], "in a pause it loads, as ever"
+
+
+@pytest.mark.parametrize(("info", "unmapped"), [(COLLECTIVE, 0), ({"packed": True}, 1)])
+def test_the_trainers_buffer_is_let_go_once_and_not_before_the_update_ends(
+    info: dict[str, Any], unmapped: int
+) -> None:
+    """Each time that it is, the trainer's count of its users goes down by one."""
+    engine = TheirEngine()
+    transport = opened(engine, **info)
+    for _ in range(2):  # its parts
+        receive(transport, engine, lambda _: None)
+    assert engine.unmapped == 0
+    transport.finish()
+    assert engine.unmapped == unmapped
 
 
 def test_who_can_not_stage_a_tensor_takes_the_others_nonetheless() -> None:
