@@ -301,6 +301,7 @@ class HttpConnection(VllmHttpClient):
         self.check_adapter = adapters.check
         self.load_adapter = adapters.load
         self.drop_adapter = adapters.drop
+        self.remove_adapter = adapters.remove
 
     async def open(self) -> None:
         """Waits until the server is healthy; a supervised server is started first.

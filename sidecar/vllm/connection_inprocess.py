@@ -188,6 +188,10 @@ class InProcessConnection:
         """Forgets the loaded LoRA adapter; the workers have restored the old one already."""
         self.loaded.pop(name, None)
 
+    async def remove_adapter(self, name: str) -> bool:
+        """Forgets the LoRA adapter, so that no new request gets it; returns whether it existed."""
+        return self.settled.pop(name, None) is not None
+
 
 class HttpRoutes:
     """Serves vLLM's data routes for an ``AsyncLLM``, in this event loop.

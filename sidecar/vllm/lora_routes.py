@@ -83,7 +83,13 @@ class AdapterRoutes:
         if not self._known:
             await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
 
-    async def _post(self, path: str, body: dict[str, Any], *, but: int = HTTPStatus.OK) -> None:
+    async def remove(self, name: str) -> bool:
+        """Makes the server answer 404 to requests for an adapter; returns whether it had it."""
+        status = await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
+        return status == HTTPStatus.OK
+
+    async def _post(self, path: str, body: dict[str, Any], *, but: int = HTTPStatus.OK) -> int:
         status, text = await self._status_of("POST", path, body)
         if status not in (HTTPStatus.OK, but):
             raise engine_error(f"{self._url}{path} answers {status}: {text[:2000]}")
+        return status

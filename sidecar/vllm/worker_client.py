@@ -6,10 +6,11 @@ The sidecar's adapter of vLLM (:mod:`sidecar.vllm.engine`) inherits from the cla
 from __future__ import annotations
 
 import contextlib
+import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
-from bus.lora import adapter_of
+from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
@@ -57,6 +58,9 @@ class WorkerConnection(Protocol):
     async def drop_adapter(self, name: str) -> None:
         """Undoes :meth:`load_adapter` in vLLM, after the workers have undone theirs."""
 
+    async def remove_adapter(self, name: str) -> bool:
+        """Makes vLLM refuse new requests for a LoRA adapter; returns whether vLLM had it."""
+
 
 class WorkerClient:
     """The update half of a vLLM adapter: calls the plugin in one engine's workers.
@@ -78,6 +82,8 @@ class WorkerClient:
         self._connection = connection
         self._caches = CacheControl(connection.ask)
         self._adapter = self._adapter_path = ""
+        self._removes = False  # the update removes ``_adapter``
+        self._is_removed = False  # from vLLM's front end, by an update that is not committed yet
         self._load_comes_with_receive = False
         self._is_vllms_engine = False
         self._is_receiving = False  # a staged chunk, over a transport of vLLM's own
@@ -128,6 +134,7 @@ class WorkerClient:
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
+        self._removes = removes_adapter(backend)
         by_core = bool(self._channels.unusable_reason) or theirs or self._is_vllms_engine
         done = await (self._perform if by_core else self._channels.perform)(opened)
         self._adapter, self._load_comes_with_receive = adapter, theirs
@@ -151,7 +158,8 @@ class WorkerClient:
                 ``staging_refused``; for an adapter also as :meth:`WorkerConnection.check_adapter`.
         """
         self._caches.require_updatable()
-        if self._adapter:
+        self._is_removed = False
+        if self._adapter and not self._removes:
             await self._connection.check_adapter(self._adapter)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
         asked = target, manifest.counts, staging
@@ -240,7 +248,12 @@ class WorkerClient:
             await self._perform(operations.ReleaseStaging())
         elif self._adapter:
             await self._perform(operations.UndoAdapter(settled=True))
-            await self._connection.drop_adapter(self._adapter)
+            if not self._removes:
+                await self._connection.drop_adapter(self._adapter)
+            elif self._is_removed:
+                path = f"{ADAPTER_PATHS}restored-{secrets.token_hex(8)}"
+                await self._connection.load_adapter(self._adapter, path)
+                self._is_removed = False
         else:
             await self._perform(operations.Restore(target))
 
@@ -248,6 +261,8 @@ class WorkerClient:
         """Post-processes loaded weights, or checks that an update is staged completely."""
         if self._staged:
             await self._channels.perform(operations.Seal())
+        elif self._removes:
+            await self._perform(operations.RemoveAdapter())
         elif not self._adapter:
             await self._perform(operations.Finish())
 
@@ -272,9 +287,23 @@ class WorkerClient:
             await self._connection.ask(worker_rpc.CALL_OFF, {})
 
     async def _settle(self) -> None:
-        """Marks a LoRA adapter as being committed, so that a later sidecar keeps it."""
+        """Marks a LoRA adapter's load or removal as being committed.
+
+        A later sidecar then keeps it. The front end is first: if this sidecar dies in between, the
+        next one undoes the removal in the workers, and no request names what they lack.
+        """
+        if self._removes:
+            self._is_removed |= await self._connection.remove_adapter(self._adapter)
         if self._adapter:
             await self._perform(operations.SettleAdapter())
+
+    async def drop_adapters(self) -> None:
+        """Removes all LoRA adapters that came over the bus, first from vLLM's front end."""
+        held = (await self._perform(operations.UndoAdapter(settled=False)))[0].adapters
+        for name in held or ():
+            await self._connection.remove_adapter(name)
+        if held:
+            await self._perform(operations.DropAdapters())
 
     async def _arm_for(
         self, staging: Staging | None, arm: operations.ArmManifest, digest: str

@@ -188,3 +188,16 @@ class ClientGroup:
         tensors, config = await asyncio.to_thread(read_adapter, folder)
         async with self._session.call() as agent:
             return await agent.update_adapter(name, tensors, config=config)
+
+    async def remove_adapter(self, name: str) -> int:
+        """Removes a LoRA adapter from all engines, and returns the version.
+
+        Args:
+            name: the adapter's name.
+
+        Raises:
+            Conflict: an update is under way.
+        """
+        self._updates.require_none()
+        async with self._session.call() as agent:
+            return await agent.remove_adapter(name)

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from bus.errors import EngineError
-from bus.lora import adapter_of
+from bus.lora import adapter_of, removes_adapter
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
 from bus.vllm_payloads import engine_of
@@ -108,7 +108,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         own = TargetModel(model, built, device)
         self._loadable: dict[Target, TargetModel] = {"model": own}
         self._adapters = LoraAdapters.of(model)
-        self._incoming: IncomingAdapter | None = None  # None: the open transport is for a model
+        # What the open transport is for: an adapter that comes, one that goes, or else a model.
+        self._incoming: IncomingAdapter | None = None
+        self._outgoing = ""
         self._index = worker_index(vllm_config.parallel_config)
         self.armed: ArmedUpdate | None = None  # the next update, or the current one
         self._last_manifest: ArmedManifest | None = None
@@ -292,12 +294,21 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self.session.finish(worker)
             case operations.LoadAdapter():
                 self._load_adapter(operation)
+                return operations.Done(adapters=self._adapters.names)
+            case operations.RemoveAdapter():
+                self._adapters.remove(self._outgoing)
+                return operations.Done(adapters=self._adapters.names)
+            case operations.DropAdapters(in_use=in_use):
+                self._adapters.drop_all(in_use)
+                return operations.Done(adapters=self._adapters.names)
             case operations.UndoAdapter(settled=settled):
                 if self._incoming is not None:
                     self._receiver.clear()
                 self._adapters.undo(settled=settled)
-            case operations.SettleAdapter():
-                self._adapters.settle()
+                return operations.Done(adapters=self._adapters.names)
+            case operations.SettleAdapter(in_use=in_use):
+                self._adapters.settle(in_use)
+                return operations.Done(adapters=self._adapters.names)
             case _:
                 raise EngineError("only by a staging channel", code=NackCode.WRONG_STATE)
         return operations.Done()
@@ -330,8 +341,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
         backend, params, incoming = operation.backend, operation.params, None
-        if adapter := adapter_of(backend):
+        adapter = adapter_of(backend)
+        if adapter:
             self._adapters.require_available()
+        self._outgoing = adapter if removes_adapter(backend) else ""
+        if self._outgoing:  # nothing is sent
+            self._incoming = None
+            return
+        if adapter:
             incoming = IncomingAdapter(adapter, params)
             backend, params = incoming.backend, incoming.params
         chunks = self._receiver
@@ -365,6 +382,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._adapters.check(self._incoming.config, manifest)
             self._adapters.begin()
             self._incoming.begin()
+        elif self._outgoing:
+            self._adapters.begin()
         elif target not in self._loadable:
             raise EngineError(
                 "this worker has no draft model whose weights can be updated",
