@@ -86,7 +86,7 @@ def removes_adapter(backend: str) -> bool:
 
 
 def adapter_of(backend: str) -> str:
-    """Returns the adapter that a transfer backend brings or removes; empty for a model's weights."""
+    """Returns the adapter that a transfer backend brings or removes; empty: a model's weights."""
     for prefix in (PREFIX, REMOVAL):
         if backend.startswith(prefix):
             return backend.removeprefix(prefix)

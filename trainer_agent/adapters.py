@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Adapters:
-    """Adds :meth:`update_adapter` and :meth:`remove_adapter` to :class:`trainer_agent.TrainerAgent`.
+    """Adds the methods for adapters to :class:`trainer_agent.TrainerAgent`.
 
     The agent defines the attributes that are used here.
     """

@@ -300,7 +300,7 @@ class HttpConnection(VllmHttpClient):
         adapters = AdapterRoutes(self.status_of, self._url)
         self.check_adapter = adapters.check
         self.load_adapter = adapters.load
-        self.drop_adapter = adapters.drop
+        self.undo_adapter = adapters.undo
         self.remove_adapter = adapters.remove
 
     async def open(self) -> None:

@@ -6,7 +6,6 @@ The sidecar's adapter of vLLM (:mod:`sidecar.vllm.engine`) inherits from the cla
 from __future__ import annotations
 
 import contextlib
-import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
@@ -45,7 +44,7 @@ class WorkerConnection(Protocol):
         """
 
     async def check_adapter(self, name: str) -> None:
-        """Checks that vLLM can load a LoRA adapter of this name, before each update of it."""
+        """Checks that vLLM can have a LoRA adapter of this name, before each update of it."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Makes vLLM load a LoRA adapter again, from the tensors that workers received.
@@ -55,11 +54,11 @@ class WorkerConnection(Protocol):
             path: the path by which vLLM tells this version from others.
         """
 
-    async def drop_adapter(self, name: str) -> None:
-        """Undoes :meth:`load_adapter` in vLLM, after the workers have undone theirs."""
+    async def undo_adapter(self, name: str) -> None:
+        """Undoes the last load or removal in vLLM, after the workers have undone theirs."""
 
-    async def remove_adapter(self, name: str) -> bool:
-        """Makes vLLM refuse new requests for a LoRA adapter; returns whether vLLM had it."""
+    async def remove_adapter(self, name: str) -> None:
+        """Makes vLLM refuse new requests for a LoRA adapter, if it has one of that name."""
 
 
 class WorkerClient:
@@ -83,7 +82,6 @@ class WorkerClient:
         self._caches = CacheControl(connection.ask)
         self._adapter = self._adapter_path = ""
         self._removes = False  # the update removes ``_adapter``
-        self._is_removed = False  # from vLLM's front end, by an update that is not committed yet
         self._load_comes_with_receive = False
         self._is_vllms_engine = False
         self._is_receiving = False  # a staged chunk, over a transport of vLLM's own
@@ -158,8 +156,7 @@ class WorkerClient:
                 ``staging_refused``; for an adapter also as :meth:`WorkerConnection.check_adapter`.
         """
         self._caches.require_updatable()
-        self._is_removed = False
-        if self._adapter and not self._removes:
+        if self._adapter:
             await self._connection.check_adapter(self._adapter)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
         asked = target, manifest.counts, staging
@@ -248,12 +245,7 @@ class WorkerClient:
             await self._perform(operations.ReleaseStaging())
         elif self._adapter:
             await self._perform(operations.UndoAdapter(settled=True))
-            if not self._removes:
-                await self._connection.drop_adapter(self._adapter)
-            elif self._is_removed:
-                path = f"{ADAPTER_PATHS}restored-{secrets.token_hex(8)}"
-                await self._connection.load_adapter(self._adapter, path)
-                self._is_removed = False
+            await self._connection.undo_adapter(self._adapter)
         else:
             await self._perform(operations.Restore(target))
 
@@ -293,7 +285,7 @@ class WorkerClient:
         next one undoes the removal in the workers, and no request names what they lack.
         """
         if self._removes:
-            self._is_removed |= await self._connection.remove_adapter(self._adapter)
+            await self._connection.remove_adapter(self._adapter)
         if self._adapter:
             await self._perform(operations.SettleAdapter())
 

@@ -423,7 +423,7 @@ _SEAMS: Final = (
     Seam(
         "lora requests",
         ("lora_updates",),
-        (Has("vllm.v1.request:Request", ("lora_request",)),),
+        (Says("vllm.v1.request:Request.__init__", ("self.lora_request = lora_request",)),),
         process="core",
         wraps=wraps(
             "core.adapters",

@@ -55,8 +55,9 @@ def missing(core: Any, request: Any) -> str:
         core: the engine core.
         request: vLLM's ``Request``.
     """
-    lora, held = request.lora_request, getattr(core, "wavebus_adapters", None)
-    if lora is None or held is None or lora.lora_name in held:
+    held = getattr(core, "wavebus_adapters", None)
+    lora = None if held is None else request.lora_request
+    if held is None or lora is None or lora.lora_name in held:
         return ""
     ours = lora.lora_path.startswith(ADAPTER_PATHS)
     return f"the adapter {lora.lora_name} was removed" if ours else ""

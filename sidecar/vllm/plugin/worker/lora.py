@@ -194,7 +194,7 @@ class LoraAdapters:
             self._retired.pop(name, None)
         self._unload(name)
 
-    def settle(self, in_use: Collection[str] | None) -> None:
+    def settle(self, in_use: Collection[str] | None = None) -> None:
         """Marks the load or removal as committed, so that a restarted sidecar keeps it.
 
         Args:
