@@ -194,8 +194,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         manifest = manifest_of(message)
         order.require_base(self.version, self.partial)
         self.transfer.require(order)
-        is_stale = order.after != self.version  # it may have missed updates of adapters
-        call = c.CallArm(manifest, order.target, message.staging, drops_adapters=is_stale)
+        call = c.CallArm(manifest, order.target, message.staging, order.after != self.version)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
         self._chunks.begin(message.update_id, message.backend, manifest)

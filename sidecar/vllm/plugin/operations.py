@@ -322,6 +322,7 @@ Operation: TypeAlias = (
     | Stage
     | Seal
 )
+OF_ADAPTERS: Final = (LoadAdapter, RemoveAdapter, DropAdapters, UndoAdapter, SettleAdapter)
 _OPERATIONS: Final[msgspec.msgpack.Decoder[Operation]] = msgspec.msgpack.Decoder(Operation)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 

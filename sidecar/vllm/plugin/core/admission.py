@@ -86,11 +86,12 @@ def handle_client_request(
     Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
     """
     if request_type.name == "ADD":
-        if not _of(core).is_admitted(request[0].request_id):
-            _reject(core, *request)
+        asked, wave = request
+        if not _of(core).is_admitted(asked.request_id):
+            _reject(core, asked, wave)
             return
-        if missing := adapters.missing(core, request[0]):
-            _reject(core, *request, why=missing)
+        if missing := adapters.missing(core, asked):
+            _reject(core, asked, wave, missing)
             return
     original(core, request_type, request)
 

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from bus.errors import EngineError
-from bus.lora import adapter_of, removes_adapter
+from bus.lora import adapter_of
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
 from bus.vllm_payloads import engine_of
@@ -108,9 +108,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         own = TargetModel(model, built, device)
         self._loadable: dict[Target, TargetModel] = {"model": own}
         self._adapters = LoraAdapters.of(model)
-        # What the open transport is for: an adapter that comes, one that goes, or else a model.
-        self._incoming: IncomingAdapter | None = None
-        self._outgoing = ""
+        self._incoming: IncomingAdapter | None = None  # None: the open transport brings no adapter
         self._index = worker_index(vllm_config.parallel_config)
         self.armed: ArmedUpdate | None = None  # the next update, or the current one
         self._last_manifest: ArmedManifest | None = None
@@ -292,23 +290,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 if self.armed is not None and self.armed.manifest.is_open:
                     self._loadable[self.armed.target].checker.check_whole(self.armed.manifest)
                 self.session.finish(worker)
-            case operations.LoadAdapter():
-                self._load_adapter(operation)
-                return operations.Done(adapters=self._adapters.names)
-            case operations.RemoveAdapter():
-                self._adapters.remove(self._outgoing)
-                return operations.Done(adapters=self._adapters.names)
-            case operations.DropAdapters(in_use=in_use):
-                self._adapters.drop_all(in_use)
-                return operations.Done(adapters=self._adapters.names)
-            case operations.UndoAdapter(settled=settled):
-                if self._incoming is not None:
+            case _ if isinstance(operation, operations.OF_ADAPTERS):
+                if isinstance(operation, operations.LoadAdapter):
+                    self._load_adapter(operation)
+                elif self._incoming is not None:
                     self._receiver.clear()
-                self._adapters.undo(settled=settled)
-                return operations.Done(adapters=self._adapters.names)
-            case operations.SettleAdapter(in_use=in_use):
-                self._adapters.settle(in_use)
-                return operations.Done(adapters=self._adapters.names)
+                return self._adapters.perform(operation)
             case _:
                 raise EngineError("only by a staging channel", code=NackCode.WRONG_STATE)
         return operations.Done()
@@ -340,23 +327,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: operations.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        backend, params, incoming = operation.backend, operation.params, None
-        adapter = adapter_of(backend)
-        if adapter:
-            self._adapters.require_available()
-        self._outgoing = adapter if removes_adapter(backend) else ""
-        if self._outgoing:  # nothing is sent
-            self._incoming = None
+        backend, params, self._incoming = operation.backend, operation.params, None
+        if self._adapters.opens_removal(backend):
             return
-        if adapter:
-            incoming = IncomingAdapter(adapter, params)
-            backend, params = incoming.backend, incoming.params
+        if adapter := adapter_of(backend):
+            self._incoming = IncomingAdapter(adapter, params)
+            backend, params = self._incoming.backend, self._incoming.params
         chunks = self._receiver
         receiver = chunks.receiver
-        if receiver is None or incoming is not None or operation.backend != chunks.backend:
+        if receiver is None or self._incoming is not None or operation.backend != chunks.backend:
             receiver = make_receiver(backend, self.device)
             chunks.use(operation.backend, receiver)
-        self._incoming = incoming
         chunks.stop()
         self._stager.discard_transport()
         engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
@@ -382,7 +363,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._adapters.check(self._incoming.config, manifest)
             self._adapters.begin()
             self._incoming.begin()
-        elif self._outgoing:
+        elif self._adapters.outgoing:
             self._adapters.begin()
         elif target not in self._loadable:
             raise EngineError(

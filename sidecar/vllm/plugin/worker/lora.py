@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bus.errors import EngineError
+from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
-from sidecar.vllm.plugin import installation
+from sidecar.vllm.plugin import installation, operations
 from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.plugin.worker.lora_check import check_adapter, peft_helper, weights_mapper
 
@@ -57,9 +58,13 @@ class LoraAdapters:
     Args:
         manager: vLLM's ``LoRAModelManager`` of the worker; None where LoRA is not enabled.
         lacking: why adapters can't be updated in this vLLM; empty if they can.
+
+    Attributes:
+        outgoing: the adapter that the open transport is to remove; empty: it is for something else.
     """
 
     def __init__(self, manager: Any, lacking: str = "") -> None:
+        self.outgoing = ""
         self._manager = manager
         self._lacking = lacking
         self._held: dict[str, HeldAdapter] = {}
@@ -105,6 +110,37 @@ class LoraAdapters:
                 code=NackCode.BACKEND_MISSING,
             )
 
+    def opens_removal(self, backend: str) -> bool:
+        """Records which adapter the transport ``backend`` is to remove; returns whether it does.
+
+        Raises:
+            EngineError: as :meth:`require_available`, if it is for any adapter.
+        """
+        if name := adapter_of(backend):
+            self.require_available()
+        self.outgoing = name if removes_adapter(backend) else ""
+        return bool(self.outgoing)
+
+    def perform(self, operation: operations.Operation) -> operations.Done:
+        """Carries out an operation on adapters that no chunk comes with.
+
+        Args:
+            operation: one of :data:`operations.OF_ADAPTERS`. Any other changes nothing.
+
+        Returns:
+            The adapters that vLLM can load afterwards: those for new requests, and retired ones.
+        """
+        match operation:
+            case operations.RemoveAdapter():
+                self.remove(self.outgoing)
+            case operations.DropAdapters(in_use=in_use):
+                self.drop_all(in_use)
+            case operations.UndoAdapter(settled=settled):
+                self.undo(settled=settled)
+            case operations.SettleAdapter(in_use=in_use):
+                self.settle(in_use)
+        return operations.Done(adapters=self.names)
+
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
         """Checks that a LoRA adapter fits the model; loads nothing.
 
@@ -149,11 +185,7 @@ class LoraAdapters:
         self._retire(name)
 
     def drop_all(self, in_use: Collection[str] | None) -> None:
-        """Retires all adapters, which no undo restores.
-
-        Args:
-            in_use: as :meth:`settle`.
-        """
+        """Retires all adapters, which no undo restores; ``in_use`` as :meth:`settle`."""
         self.begin()
         for name in tuple(self._held):
             self._retire(name)

@@ -151,7 +151,7 @@ def test_an_update_is_one_call_for_each_step(
         client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client._settle(),
+        client._adapter.settle(),
     )
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
@@ -502,7 +502,7 @@ def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
         client.receive(chunks[1]),
         client.load(1, "full", (8,)),
         client.finish_update(),
-        client._settle(),
+        client._adapter.settle(),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
@@ -533,7 +533,7 @@ def test_a_removal_is_the_front_ends_before_it_is_settled(
         client.arm(NO_TENSORS, "model"),
         client.start_update(recover=False, target="model"),
         client.finish_update(),
-        client._settle(),
+        client._adapter.settle(),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
