@@ -269,6 +269,7 @@ def test_a_removal_that_is_not_committed_is_undone(
                 patched.setattr(with_lora.engine._vllm, "set_weight_version", fails)
                 with pytest.raises(WavebusError, match="not now"):
                     await agent.remove_adapter(NAME)
+            await with_lora.generate(1)  # which waits until the undo has ended
             lora = with_lora.engine.lora_request(NAME)
             expected = with_lora.reference(made.merged, 24, PROMPT)
             assert (await with_lora.generate(24, lora))[0] == expected
