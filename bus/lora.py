@@ -1,11 +1,21 @@
 """The wire form of a LoRA adapter's update: tensors over any transfer backend, beside a config.
 
+A removal is such an update without tensors.
+
 The backend ``lora:policy-lora``, for example, brings only the adapter ``policy-lora``. Its tensors
 travel as a model's do, in chunks, over the backend of the trainer's agent. So they reach engines on
 every host that this backend reaches. ``TransferInit.params`` is an :class:`AdapterInit`.
 
+The backend ``lora-removal:policy-lora`` removes the adapter ``policy-lora``. Its manifest is empty
+and ``TransferInit.params`` too, because nothing is sent.
+
 An update of an adapter can be undone until it is committed, because engines keep the previous one.
 So an engine that drops out of the update never serves a partial adapter.
+
+An engine that was away may have missed updates of adapters. So ARM names the version that the group
+serves (``after``), and an engine that serves another one drops all its adapters: like an engine
+that has restarted, it has none until the next update of each. So a removed adapter never comes
+back, and nobody has to remember which adapters were removed.
 """
 
 from __future__ import annotations
@@ -19,6 +29,7 @@ from msgspec import Meta
 from bus.errors import UsageError
 
 PREFIX: Final = "lora:"
+REMOVAL: Final = "lora-removal:"
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -60,6 +71,23 @@ def adapter_backend(name: str) -> str:
     return PREFIX + check_adapter_name(name)
 
 
+def removal_backend(name: str) -> str:
+    """Returns the transfer backend whose updates remove the adapter ``name``.
+
+    Raises:
+        UsageError: the name is no valid name of an adapter.
+    """
+    return REMOVAL + check_adapter_name(name)
+
+
+def removes_adapter(backend: str) -> bool:
+    """Returns whether updates over a transfer backend remove an adapter, and bring no tensors."""
+    return backend.startswith(REMOVAL)
+
+
 def adapter_of(backend: str) -> str:
-    """Returns the adapter that a transfer backend brings; empty for a model's weights."""
-    return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""
+    """Returns the adapter that a transfer backend brings or removes; empty: a model's weights."""
+    for prefix in (PREFIX, REMOVAL):
+        if backend.startswith(prefix):
+            return backend.removeprefix(prefix)
+    return ""

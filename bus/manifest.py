@@ -101,8 +101,6 @@ class Manifest:
         for field, length in (("dtypes", len(self.dtypes)), ("shapes", len(self.shapes))):
             if length != count:
                 raise ValueError(f"{field}: {length} entries for {count} names")
-        if not count:
-            raise ValueError("names: an update needs at least one tensor")
         if len(set(self.names)) != count:
             twice = next(n for n in self.names if self.names.count(n) > 1)
             raise ValueError(f"names: {twice} stands twice")
@@ -134,6 +132,8 @@ class Manifest:
             ValueError: there is no tensor, a name is repeated, or a dtype is unknown.
         """
         metas = list(tensors)
+        if not metas:
+            raise ValueError("names: an update needs at least one tensor")
         for meta in metas:
             if meta.dtype not in DTYPE_BYTES:
                 raise ValueError(f"dtypes: {meta.name} has unknown dtype {meta.dtype!r}")
@@ -214,6 +214,10 @@ class Manifest:
         fields = (self.names, self.dtypes, self.shapes, self.chunk_ends, self.counts)
         blob = msgspec.msgpack.encode(fields)
         return hashlib.sha256(blob).hexdigest()
+
+
+# The manifest of an update that brings no tensors: the removal of an adapter (bus.lora).
+NO_TENSORS: Final = Manifest((), (), (), ())
 
 
 def _size_bytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -33,7 +33,7 @@ from bus.protocol.engine.calls import (
     CallSwap,
     CallWakeWeights,
 )
-from sidecar.engine import DrainableEngine, ExtendableEngine
+from sidecar.engine import AdapterEngine, DrainableEngine, ExtendableEngine
 
 if TYPE_CHECKING:
     from sidecar.engine import Engine
@@ -76,8 +76,8 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
             await engine.receive(call)
         case CallLoad(seq, verify, sums):
             await engine.load(seq, verify, sums)
-        case CallArm(manifest, target, staging):
-            return await engine.arm(manifest, target, staging)
+        case CallArm():
+            return await _arm(engine, call)
         case CallExtend(part):
             if not isinstance(engine, ExtendableEngine):
                 text = "this engine takes all tensors of an update at once"
@@ -108,3 +108,9 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
         case CallAdmit():
             await engine.admit(open=True)
     return None
+
+
+async def _arm(engine: Engine, call: CallArm) -> CallResult:
+    if call.drops_adapters and isinstance(engine, AdapterEngine):
+        await engine.drop_adapters()
+    return await engine.arm(call.manifest, call.target, call.staging)

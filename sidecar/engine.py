@@ -433,6 +433,27 @@ class ExtendableEngine(Protocol):
         """
 
 
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that takes LoRA adapters (:mod:`bus.lora`).
+
+    Its :meth:`Engine.open_transfer` with the backend ``lora-removal:NAME`` connects to nothing. The
+    update that follows has no tensors: :meth:`Engine.finish_update` removes the adapter, and until
+    :meth:`Engine.commit` returns, :meth:`Engine.restore` brings it back. After the commit, new
+    requests for the adapter are refused; those that the engine has go on with it.
+    """
+
+    async def drop_adapters(self) -> None:
+        """Removes all adapters that came over the bus, for good.
+
+        Called before :meth:`Engine.arm` while the engine is stale, and takes no requests. Requests
+        that the engine has go on with their adapters.
+
+        Raises:
+            EngineError: not all could be removed.
+        """
+
+
 def require_model(target: Target) -> None:
     """Rejects an update of a draft model, for engines without speculative decoding.
 

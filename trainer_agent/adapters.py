@@ -1,13 +1,17 @@
-"""The trainer agent's method that updates a LoRA adapter alone."""
+"""The trainer agent's methods that update and remove a LoRA adapter alone."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from bus.errors import UsageError
+from bus.lora import removal_backend
+from bus.manifest import NO_TENSORS
 from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions, check_weights
-from trainer_agent.update.chunk_stream import ChunkStream, send_stream
+from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, send_stream
 from trainer_agent.update.lora import Adapter
+from trainer_agent.update.plan import UpdatePlan
 
 if TYPE_CHECKING:
     import contextlib
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Adapters:
-    """Adds :meth:`update_adapter` to :class:`trainer_agent.TrainerAgent`.
+    """Adds the methods for adapters to :class:`trainer_agent.TrainerAgent`.
 
     The agent defines the attributes that are used here.
     """
@@ -97,3 +101,56 @@ class Adapters:
             )
             update.on_end = stream.close
             return (await send_stream(update, stream, self._transport, self._steps, label)).version
+
+    async def remove_adapter(
+        self,
+        adapter: str,
+        *,
+        label: str = "",
+        mode: PauseMode = "keep",
+        clear_cache: bool = True,
+        wait_s: float = WAIT_S,
+        escalate: Escalation = "keep",
+    ) -> int:
+        """Removes a LoRA adapter from every engine, by an update of the group.
+
+        Engines refuse new requests for it, as for an unknown one. Requests that an engine has go on
+        with it, unless ``mode`` ends them; then their engine frees the adapter's memory. An engine
+        without this adapter takes part, and changes nothing.
+
+        Args:
+            adapter: the adapter's name.
+            label: as :meth:`update_weights`.
+            mode: as :meth:`paused`.
+            clear_cache: as :meth:`paused`.
+            wait_s: as :meth:`paused`.
+            escalate: as :meth:`paused`.
+
+        Returns:
+            The version that the bus assigned, as :meth:`update_adapter`.
+
+        Raises:
+            UpdateFailed: the update failed, and engines serve the adapter. Code
+                ``backend_missing``: LoRA is not enabled in an engine, and nothing has changed.
+            Refused: as :meth:`update_weights`.
+            BusTimeout: as :meth:`update_weights`.
+            UsageError: ``adapter`` is no valid name; or the trainer has several ranks: use an agent
+                of ``rank=0, ranks=1``.
+        """
+        if self.ranks != 1:
+            raise UsageError(
+                f"remove_adapter: this agent is one of {self.ranks} ranks: use one of rank=0, "
+                "ranks=1"
+            )
+        backend = removal_backend(adapter)
+        self._require_no_other()
+        check_weights(label)
+        pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
+        transport, plan = self._transport, UpdatePlan((), NO_TENSORS)
+        open_removal = functools.partial(transport.open_removal, backend)
+        async with self._suspend_catch_up(), self._updates.begin(UpdateOptions(pause)) as update:
+            await open_removal()
+            await transport.arm(update, plan, label, open_removal)
+            await update.release_ranks(do_nothing)
+            await update.start()
+            return (await update.commit(label, "off")).version

@@ -100,6 +100,12 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
             )
         )
 
+    def remove_adapter(
+        self, adapter: str, *, label: str = "", **options: Unpack[PauseArguments]
+    ) -> int:
+        """Removes a LoRA adapter from every engine, as :meth:`TrainerAgent.remove_adapter` does."""
+        return self._call(lambda: self._async.remove_adapter(adapter, label=label, **options))
+
     @contextlib.contextmanager
     def paused(self, **options: Unpack[PauseArguments]) -> Iterator[GroupAck]:
         """Keeps the group paused for the length of a block, as :meth:`TrainerAgent.paused` does."""

@@ -163,6 +163,8 @@ class Arm(Message):
             wire version older.
         is_open: True: more tensors may follow, by :class:`ArmPart`. Engines then accept tensors of
             which others are missing, and check at UPDATE_FINISH that all have come.
+        after: the version that the group serves before the update, from the broker. An engine at
+            another one has missed an update, and drops its LoRA adapters (:mod:`bus.lora`).
     """
 
     update_id: UpdateId
@@ -186,6 +188,7 @@ class Arm(Message):
     transfer: UpdateId = ""
     is_cast: bool = False
     is_open: bool = False
+    after: Count = 0
 
     def without_tensors(self) -> Arm:
         """Returns the same ARM with the digest in place of the tensors."""

@@ -300,7 +300,8 @@ class HttpConnection(VllmHttpClient):
         adapters = AdapterRoutes(self.status_of, self._url)
         self.check_adapter = adapters.check
         self.load_adapter = adapters.load
-        self.drop_adapter = adapters.drop
+        self.undo_adapter = adapters.undo
+        self.remove_adapter = adapters.remove
 
     async def open(self) -> None:
         """Waits until the server is healthy; a supervised server is started first.

@@ -52,6 +52,7 @@ class InProcessConnection:
         self.is_served = serve is not None
         self.loaded: dict[str, Any] = {}
         self.settled: dict[str, Any] = {}
+        self._removed: dict[str, Any] = {}  # by the update under way
         self._llm = async_llm
         self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
 
@@ -173,8 +174,9 @@ class InProcessConnection:
         """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
-    async def check_adapter(self, name: str) -> None:
-        """Does nothing: an ``AsyncLLM`` takes adapters of any name."""
+    async def check_adapter(self, name: str) -> None:  # noqa: ARG002 - as HttpConnection's
+        """Begins another update of an adapter: an ``AsyncLLM`` takes any name."""
+        self._removed.clear()
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Makes vLLM load the LoRA adapter of this name again, by ``AsyncLLM.add_lora``."""
@@ -184,9 +186,16 @@ class InProcessConnection:
         await _call(self._llm.add_lora(LoRARequest(*arguments, load_inplace=True)))
         self.loaded[name] = LoRARequest(*arguments)
 
-    async def drop_adapter(self, name: str) -> None:
-        """Forgets the loaded LoRA adapter; the workers have restored the old one already."""
+    async def undo_adapter(self, name: str) -> None:
+        """Forgets the loaded LoRA adapter, or recalls the removed one; workers have done so."""
         self.loaded.pop(name, None)
+        if name in self._removed:
+            self.settled[name] = self._removed.pop(name)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forgets the LoRA adapter, so that no new request gets it."""
+        if name in self.settled:
+            self._removed[name] = self.settled.pop(name)
 
 
 class HttpRoutes:

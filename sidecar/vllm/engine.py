@@ -270,7 +270,7 @@ class VllmAdapter(WorkerClient):
 
     async def commit(self, version: int) -> None:
         """Makes vLLM label tokens with ``version`` from now on; keeps a loaded LoRA adapter."""
-        await self._settle()
+        await self._adapter.settle()
         await self._vllm.set_weight_version(str(version))
 
     async def swap(self, version: int, *, clear_cache: bool) -> int:

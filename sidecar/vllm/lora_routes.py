@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import zlib
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bus.errors import EngineError
 from bus.keys import API_KEY_VARIABLE
 from bus.messages import NackCode
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.worker_client import engine_error
 
 if TYPE_CHECKING:
@@ -38,10 +40,10 @@ class AdapterRoutes:
     def __init__(self, status_of: Callable[..., Awaitable[tuple[int, str]]], url: str) -> None:
         self._status_of = status_of
         self._url = url
-        self._known = False
+        self._known = self._removed = False
 
     async def check(self, name: str) -> None:
-        """Checks that the server can load a LoRA adapter, and whether it has one of that name.
+        """Checks that the server can have a LoRA adapter, and whether it has one of that name.
 
         Args:
             name: the adapter's name.
@@ -71,19 +73,28 @@ class AdapterRoutes:
                 "another one",
                 code=NackCode.MALFORMED,
             )
-        self._known = name in cards
+        self._known, self._removed = name in cards, False
 
     async def load(self, name: str, path: str) -> None:
         """Makes the server load an adapter again, for requests whose model is ``name``."""
         body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         await self._post(LOAD, body)
 
-    async def drop(self, name: str) -> None:
-        """Undoes :meth:`load`: removes the adapter's name, unless the server had it before."""
-        if not self._known:
+    async def undo(self, name: str) -> None:
+        """Undoes :meth:`load` or :meth:`remove`, so that the server has what it had before."""
+        if self._removed:
+            self._removed = False
+            await self.load(name, f"{ADAPTER_PATHS}restored-{secrets.token_hex(8)}")
+        elif not self._known:
             await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
 
-    async def _post(self, path: str, body: dict[str, Any], *, but: int = HTTPStatus.OK) -> None:
+    async def remove(self, name: str) -> None:
+        """Makes the server answer 404 to requests for an adapter, if it has one of that name."""
+        status = await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
+        self._removed |= status == HTTPStatus.OK
+
+    async def _post(self, path: str, body: dict[str, Any], *, but: int = HTTPStatus.OK) -> int:
         status, text = await self._status_of("POST", path, body)
         if status not in (HTTPStatus.OK, but):
             raise engine_error(f"{self._url}{path} answers {status}: {text[:2000]}")
+        return status

@@ -6,10 +6,10 @@ The sidecar's adapter of vLLM (:mod:`sidecar.vllm.engine`) inherits from the cla
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from bus.errors import EngineError
-from bus.lora import adapter_of
+from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
@@ -20,10 +20,14 @@ from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
     from sidecar.engine import Chunk
+
+    Perform: TypeAlias = Callable[[operations.Operation], Awaitable[list[operations.Done]]]
 
 
 class WorkerConnection(Protocol):
@@ -44,7 +48,7 @@ class WorkerConnection(Protocol):
         """
 
     async def check_adapter(self, name: str) -> None:
-        """Checks that vLLM can load a LoRA adapter of this name, before each update of it."""
+        """Checks that vLLM can have a LoRA adapter of this name, before each update of it."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Makes vLLM load a LoRA adapter again, from the tensors that workers received.
@@ -54,8 +58,59 @@ class WorkerConnection(Protocol):
             path: the path by which vLLM tells this version from others.
         """
 
-    async def drop_adapter(self, name: str) -> None:
-        """Undoes :meth:`load_adapter` in vLLM, after the workers have undone theirs."""
+    async def undo_adapter(self, name: str) -> None:
+        """Undoes the last load or removal in vLLM, after the workers have undone theirs."""
+
+    async def remove_adapter(self, name: str) -> None:
+        """Makes vLLM refuse new requests for a LoRA adapter, if it has one of that name."""
+
+
+class AdapterSteps:
+    """The steps of an update that differ for a LoRA adapter: vLLM's front end knows its name.
+
+    Args:
+        connection: vLLM.
+        perform: carries out an operation in all workers.
+
+    Attributes:
+        name: the adapter of the open transport; empty: that is for a model.
+        removes: whether the update removes the adapter.
+        path: the path by which vLLM tells the version under way from others.
+    """
+
+    def __init__(self, connection: WorkerConnection, perform: Perform) -> None:
+        self.name = self.path = ""
+        self.removes = False
+        self._connection = connection
+        self._perform = perform
+
+    async def load(self) -> None:
+        """Makes vLLM load the adapter, whose last chunk the workers have."""
+        await self._connection.load_adapter(self.name, self.path)
+
+    async def undo(self) -> None:
+        """Undoes the load or the removal, in the workers first."""
+        await self._perform(operations.UndoAdapter(settled=True))
+        await self._connection.undo_adapter(self.name)
+
+    async def settle(self) -> None:
+        """Marks the load or the removal as being committed, so that a later sidecar keeps it.
+
+        Of a removal, the front end is first: if this sidecar dies in between, the next one undoes
+        the removal in the workers, and no request names what they lack.
+        """
+        if self.removes:
+            await self._connection.remove_adapter(self.name)
+        if self.name:
+            await self._perform(operations.SettleAdapter())
+
+    async def drop_all(self) -> None:
+        """Removes all adapters that came over the bus, first from vLLM's front end."""
+        held = (await self._perform(operations.UndoAdapter(settled=False)))[0].adapters
+        for name in held or ():
+            await self._connection.remove_adapter(name)
+        if held:
+            await self._perform(operations.DropAdapters())
 
 
 class WorkerClient:
@@ -63,9 +118,8 @@ class WorkerClient:
 
     It has the update's methods of :class:`sidecar.engine.Engine`. Each is one call of vLLM, but
     loading the last chunk of a LoRA adapter takes two, and loading what was loaded on receipt takes
-    none. The client
-    keeps little state of an update: the workers know whether an update session is open, so a
-    restarted sidecar can recover it.
+    none. The client keeps little state of an update: the workers know whether an update session is
+    open, so a restarted sidecar can recover it.
 
     A staged update uses the workers' staging channels up to the swap, with as few messages as
     possible, because each message delays steps. A manifest that was armed before is not sent again.
@@ -77,7 +131,8 @@ class WorkerClient:
     def __init__(self, connection: WorkerConnection) -> None:
         self._connection = connection
         self._caches = CacheControl(connection.ask)
-        self._adapter = self._adapter_path = ""
+        self._adapter = AdapterSteps(connection, self._perform)
+        self.drop_adapters = self._adapter.drop_all
         self._load_comes_with_receive = False
         self._is_vllms_engine = False
         self._is_receiving = False  # a staged chunk, over a transport of vLLM's own
@@ -127,10 +182,10 @@ class WorkerClient:
         """
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
-        self._adapter = ""
+        self._adapter.name, self._adapter.removes = "", removes_adapter(backend)
         by_core = bool(self._channels.unusable_reason) or theirs or self._is_vllms_engine
         done = await (self._perform if by_core else self._channels.perform)(opened)
-        self._adapter, self._load_comes_with_receive = adapter, theirs
+        self._adapter.name, self._load_comes_with_receive = adapter, theirs
         return min(each.ahead for each in done)
 
     async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
@@ -151,13 +206,13 @@ class WorkerClient:
                 ``staging_refused``; for an adapter also as :meth:`WorkerConnection.check_adapter`.
         """
         self._caches.require_updatable()
-        if self._adapter:
-            await self._connection.check_adapter(self._adapter)
+        if self._adapter.name:
+            await self._connection.check_adapter(self._adapter.name)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
         asked = target, manifest.counts, staging
         flags = manifest.is_cast, manifest.is_open
         arm = operations.ArmManifest(*described, *asked, *flags)
-        of_model = target == "model" and not self._adapter
+        of_model = target == "model" and not self._adapter.name
         before, self._armed = self._armed, None
         digest = manifest.digest() if of_model and staging and before == manifest else ""
         room = await self._arm_for(staging, arm, digest)
@@ -183,7 +238,7 @@ class WorkerClient:
         if staged:
             started = await self._channels.perform(operations.StartStaging())
             self._in_place = all(each.in_place for each in started)
-        elif not self._adapter:
+        elif not self._adapter.name:
             await self._perform(operations.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
@@ -198,7 +253,7 @@ class WorkerClient:
                 f"chunk {seq} is not the one of the armed manifest",
                 code=NackCode.TRANSFER_FAILED,
             )
-        self._adapter_path = ADAPTER_PATHS + chunk.update_id
+        self._adapter.path = ADAPTER_PATHS + chunk.update_id
         receive = operations.ReceiveChunk(seq, chunk.backend, chunk.handle)
         self._is_receiving = self._staged and self._load_comes_with_receive
         try:
@@ -225,11 +280,11 @@ class WorkerClient:
         if sums and not self._is_one_core:
             await self._perform(operations.VerifyChunk(seq, verify, sums))
             verify, sums = "off", ()
-        if self._adapter:
+        if self._adapter.name:
             await self._perform(operations.LoadAdapter(seq, verify, sums))
             assert self._manifest is not None
             if seq + 1 == self._manifest.chunks:
-                await self._connection.load_adapter(self._adapter, self._adapter_path)
+                await self._adapter.load()
         else:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 
@@ -237,9 +292,8 @@ class WorkerClient:
         """Ends an update before it changes served weights; drops what was staged or loaded."""
         if self._staged:
             await self._perform(operations.ReleaseStaging())
-        elif self._adapter:
-            await self._perform(operations.UndoAdapter(settled=True))
-            await self._connection.drop_adapter(self._adapter)
+        elif self._adapter.name:
+            await self._adapter.undo()
         else:
             await self._perform(operations.Restore(target))
 
@@ -247,7 +301,9 @@ class WorkerClient:
         """Post-processes loaded weights, or checks that an update is staged completely."""
         if self._staged:
             await self._channels.perform(operations.Seal())
-        elif not self._adapter:
+        elif self._adapter.removes:
+            await self._perform(operations.RemoveAdapter())
+        elif not self._adapter.name:
             await self._perform(operations.Finish())
 
     async def swap_staged(self, version: int, *, clear_cache: bool) -> None:
@@ -269,11 +325,6 @@ class WorkerClient:
             await self._perform(operations.ReleaseStaging())
         else:
             await self._connection.ask(worker_rpc.CALL_OFF, {})
-
-    async def _settle(self) -> None:
-        """Marks a LoRA adapter as being committed, so that a later sidecar keeps it."""
-        if self._adapter:
-            await self._perform(operations.SettleAdapter())
 
     async def _arm_for(
         self, staging: Staging | None, arm: operations.ArmManifest, digest: str

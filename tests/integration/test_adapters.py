@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bus.errors import Refused, UpdateFailed, UsageError
-from bus.lora import adapter_of
+from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.registry import make_receiver
@@ -68,6 +68,7 @@ class Collects(StubEngine):
         self.chunks = 0
         self._before: float | None = None
         self._incoming: IncomingAdapter | None = None
+        self._removes = False
         self._receiver = ChunkReceiver(torch.device("cpu"))
         self._manifest: Manifest | None = None
 
@@ -85,6 +86,9 @@ class Collects(StubEngine):
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         self.opened.append(backend)
         self._incoming, carrier = None, backend
+        self._removes = removes_adapter(backend)
+        if self._removes:
+            return 1
         if adapter := adapter_of(backend):
             self._incoming = IncomingAdapter(adapter, params)
             carrier, params = self._incoming.backend, self._incoming.params
@@ -125,6 +129,15 @@ class Collects(StubEngine):
             assert tuple(whole) == self._manifest.names
             [value] = {float(value) for tensor in whole.values() for value in tensor.flatten()}
             self.serves = value
+
+    async def finish_update(self) -> None:
+        if self._removes:
+            self.serves = None
+            if self.fails:
+                raise RuntimeError("half of the workers")
+
+    async def drop_adapters(self) -> None:
+        self.serves = None
 
     async def restore(self, target: Target = "model") -> None:  # noqa: ARG002
         self.serves = self._before
@@ -265,6 +278,9 @@ def test_an_embedded_engine_has_no_adapters(tmp_path: Path) -> None:
                 await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
             assert refused.value.code is NackCode.BACKEND_MISSING
             assert refused.value.nack.peer == "small"
+            with pytest.raises(UpdateFailed) as refused:
+                await agent.remove_adapter(NAME)
+            assert refused.value.code is NackCode.BACKEND_MISSING
             await assert_serve(checkpoint, checkpoint.weights, 0, engine)
             assert await agent.update_weights(checkpoint.weights) == 1
             await assert_serve(checkpoint, checkpoint.weights, 1, engine)
@@ -303,6 +319,88 @@ def test_engines_of_other_hosts() -> None:
             assert [each.opened for each in engines] == [[*opened, "gloo"]] * 2
             await agent.update_adapter(NAME, tensors(4.0), config=other)
             assert [each.serves for each in engines] == [4.0] * 2
+
+    run(scenario())
+
+
+def test_every_engine_removes_the_adapter() -> None:
+    """By an update with a version and a label, that brings nothing; and again, where none is."""
+    first, second = Collects(), Collects()
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(first, broker=broker, name="e0"),
+            Sidecar(second, broker=broker, name="e1"),
+            TrainerAgent(broker, name="trainer") as agent,
+        ):
+            await agent.wait_for_engines(2)
+            before = await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            for label in ("gone", "gone already"):
+                version = await agent.remove_adapter(NAME, label=label)
+                assert version > before
+                before = version
+                report = agent.last_update
+                assert report is not None
+                assert (report.label, report.size_bytes, report.excluded) == (label, 0, ())
+                assert (first.serves, second.serves) == (None, None)
+                views = await engines_of(agent)
+                assert {(v.version, v.phase) for v in views.values()} == {(version, "running")}
+            await agent.update_adapter(NAME, tensors(2.0), config=CONFIG)
+            assert (first.serves, second.serves) == (2.0, 2.0)
+
+    run(scenario())
+
+
+def test_an_engine_that_missed_a_removal_drops_the_adapter_before_it_serves() -> None:
+    """It fails the removal, and keeps the adapter, but takes no requests. Before it serves the next
+    weights, it drops all adapters; the one that did not fail keeps what it has."""
+    good, bad = Collects(), Collects()
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(good, broker=broker, name="good"),
+            Sidecar(bad, broker=broker, name="bad"),
+            TrainerAgent(broker, name="trainer") as agent,
+        ):
+            await agent.wait_for_engines(2)
+            await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            bad.fails = True
+            bad.resumed.clear()
+            await agent.remove_adapter(NAME)
+            report = agent.last_update
+            assert report is not None
+            assert report.excluded == ("bad",)
+            await bad.resumed.wait()
+            assert (good.serves, bad.serves) == (None, 1.0)
+            bad.fails = False
+            good.serves = 7.0
+            version = await agent.update_weights({"w": torch.zeros(4)})
+            assert (good.serves, bad.serves) == (7.0, None)
+            views = await engines_of(agent)
+            assert {(view.version, view.phase) for view in views.values()} == {(version, "running")}
+
+    run(scenario())
+
+
+def test_a_removal_that_all_engines_fail_is_undone() -> None:
+    engine = Collects()
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(engine, broker=broker, name="e0"),
+            TrainerAgent(broker, name="trainer") as agent,
+        ):
+            await agent.wait_for_engines(1)
+            await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            engine.fails = True
+            engine.resumed.clear()
+            with pytest.raises(UpdateFailed, match="half of the workers"):
+                await agent.remove_adapter(NAME)
+            await engine.resumed.wait()
+            assert engine.serves == 1.0
 
     run(scenario())
 

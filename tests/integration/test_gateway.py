@@ -293,6 +293,17 @@ def test_read_only_it_serves_no_control(bus: Bus) -> None:
     gateway.generate()
 
 
+def test_an_adapter_that_no_engine_has_is_not_unloaded(gateway: Gateway) -> None:
+    """As vLLM answers; nor is the model, whose name is no adapter's."""
+    [model] = gateway.get("/v1/models")["data"]
+    for name in ("tuned", model["id"]):
+        status, answer = gateway.call("/v1/unload_lora_adapter", {"lora_name": name})
+        assert (status, answer["error"]["type"]) == (404, "NotFoundError")
+        assert message(answer) == f"The lora adapter '{name}' cannot be found."
+    assert gateway.call("/v1/unload_lora_adapter", {})[0] == 400
+    assert gateway.generate()[1] == "0"
+
+
 def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
     status, answer = gateway.call("/collective_rpc", {"method": "__reduce__"})
     assert (status, "runs no code" in message(answer)) == (501, True)
@@ -305,7 +316,6 @@ def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
         ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}, "sync_mode=disk"),
         ("/collective_rpc", {"method": "skyrl_set_lora_receive_target"}, "sync_mode=disk"),
         ("/fetch_weights", {"target_version": 1}, "weight_sync_backend=nccl"),
-        ("/v1/unload_lora_adapter", {"lora_name": "a"}, "same name"),
         ("/weight_checker", {"action": "reset"}, "zero"),
         ("/release_kv_cache_memory", {}, "/sleep?level=1"),
     ],

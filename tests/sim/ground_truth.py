@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
+from bus.lora import adapter_of
 from bus.messages import NackCode, ProbeResult
 from bus.protocol.engine.calls import (
     Call,
@@ -74,6 +75,8 @@ class GroundTruth:
         cleared: the pause has dropped keys, values and prefix caches.
         to_clear: it was to.
         group_version: what its group serves, as the engine has been told last.
+        adapters: the LoRA adapters that it has.
+        removals: by version, which adapter a commit has removed.
 
     Args:
         draft: it has a draft model, of the same tensors.
@@ -99,6 +102,9 @@ class GroundTruth:
         self.asleep: set[str] = set()
         self.closed = self.cleared = self.to_clear = False
         self.group_version = 0
+        self.adapters: set[str] = set()
+        self.removals: dict[int, str] = {}
+        self._removed = ""  # the adapter that the update under way has removed
         self.pauses = 0
         self.resumes = 0
         self.commits: list[int] = []
@@ -252,8 +258,8 @@ class GroundTruth:
                 self.resumes += 1
             case CallOpenTransfer():
                 self.transfer = call
-            case CallArm(manifest, target):
-                self.manifest, self._target = manifest, target
+            case CallArm():
+                self._arm(call)
             case CallExtend(part):
                 assert self.manifest is not None
                 self.manifest = self.manifest.join(part)
@@ -266,8 +272,10 @@ class GroundTruth:
             case CallRestore():
                 self._started = False
                 self._staged_weights = None
+                self._restore_adapter()
             case CallFinish():
                 self._finished = True
+                self._remove_adapter()
             case CallCommit(version):
                 self._serve(version)
             case CallAbortRequests():
@@ -289,7 +297,7 @@ class GroundTruth:
                 if self.asleep:
                     self.asleep = {"weights", "cache"}
             case CallStart(target=target, staged=staged):
-                self._load_begun = not staged  # half started
+                self._load_begun = not (staged or self._adapter)  # half started
                 self._start(target, staged=staged)
             case CallReceive() | CallLoad():
                 self.staged.clear()
@@ -341,7 +349,8 @@ class GroundTruth:
                     tensor=unknown[0],
                 )
         whole = self.manifest if isinstance(call, CallFinish) else None
-        if isinstance(call, CallArm) and not call.manifest.is_open:
+        whole = whole if whole and whole.names else None  # a removal has none
+        if isinstance(call, CallArm) and not call.manifest.is_open and call.manifest.names:
             whole = call.manifest
         missing = [name for name in weights if whole is not None and name not in whole.names]
         if missing:
@@ -355,9 +364,39 @@ class GroundTruth:
 
     # -- inside ---------------------------------------------------------------
 
+    def _arm(self, call: CallArm) -> None:
+        self.manifest, self._target = call.manifest, call.target
+        if call.drops_adapters:
+            self.adapters.clear()
+
+    @property
+    def _adapter(self) -> str:
+        """The one that the update removes."""
+        return "" if self.transfer is None else adapter_of(self.transfer.backend)
+
+    def _remove_adapter(self) -> None:
+        if self._adapter in self.adapters:
+            self.adapters.discard(self._adapter)
+            self._removed = self._adapter
+
+    def _restore_adapter(self) -> None:
+        if self._removed:
+            self.adapters.add(self._removed)
+        self._removed = ""
+
+    @property
+    def is_removal(self) -> bool:
+        """Whether the last commit was one of a removal."""
+        return self.version in self.removals
+
     def _serve(self, version: int) -> None:
         self.version = version
         self.commits.append(version)
+        self._removed = ""
+        if self._adapter:
+            self.removals[version] = self._adapter
+            self._started = self._finished = False
+            return
         self.committed[self._target] = next(iter(self.models[self._target].values()))
         self.broken.discard(self._target)
         self._started = self._finished = self._load_begun = False
@@ -425,7 +464,7 @@ class GroundTruth:
         if self.twisted or self.unconfirmed:
             self._refuse("committed although its probes differ")
         weights = self.models[self._target]
-        if len(set(weights.values())) > 1:
+        if len(set(weights.values())) > 1 and not self._adapter:
             self._refuse(f"committed with mixed weights {weights}")
         again = version == self.version and set(weights.values()) == {self.committed[self._target]}
         back = version < self.version and version == self.group_version  # it has committed alone

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from bus.errors import Refused, WavebusError, refusal
+from bus.lora import removal_backend
+from bus.manifest import NO_TENSORS
 from bus.messages import (
     Abort,
     ChunkSent,
@@ -282,6 +284,30 @@ class TrainerScripts(ABC):
             yield from self._undo(*update.undo())
             return Outcome("update", update.id, error=error)
         return _outcome_of("staged" if update.is_staged else "update", update, payload)
+
+    def remove(self, adapter: str) -> Script:
+        """The removal of an adapter, over a transport of its own, which brings nothing."""
+        update = self._new_update()
+        backend, self._open = removal_backend(adapter), False
+        try:
+            opening = self.new_update_id()
+            yield from self._step(TransferInit(opening, backend, b"", 0, 0, {}, ()))
+            arm = update.arm(
+                NO_TENSORS,
+                version=self.version,
+                label=adapter,
+                backend=backend,
+                communicator=0,
+                transfer=opening,
+            )
+            yield from self._ask_for(update, arm)
+            yield from self._ask_for(update, update.start())
+            yield from self._ask_for(update, update.finish())
+            yield from self._ask_for(update, update.commit(adapter, ()))
+        except WavebusError as error:
+            yield from self._undo(*update.undo())
+            return Outcome("remove", update.id, error=error)
+        return _outcome_of("remove", update, 0)
 
     def _new_update(self, mode: PauseMode = "keep", target: Target = "model") -> TrainerUpdate:
         request = UpdateRequest(

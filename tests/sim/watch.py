@@ -164,7 +164,8 @@ class Watch:
                 f"{engine.name} is at version {truth.version} without a commit"
             )
         if commits != self._commits.get(engine.boot, 0):
-            if "model" not in truth.broken:  # a draft's version does not say what its model has
+            # The version of a draft, or of a removal, does not say what the model has.
+            if "model" not in truth.broken and not truth.is_removal:
                 payload = next(iter(truth.weights.values()))
                 self._payloads.setdefault(truth.version, set()).add(payload)
             self.reach["engine committed, partial still"] += bool(truth.broken)

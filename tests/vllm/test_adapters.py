@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.errors import ManifestRefused, Refused, UsageError
+from bus.errors import ManifestRefused, Refused, UsageError, WavebusError
 from bus.messages import NackCode
 from bus.weight_transfer.shm import ShmSender
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar.vllm.plugin import operations
 from tests.contract.engine_suite import Watch
 from tests.support.adapters import ATTENTION, MadeAdapter, make_adapter
 from tests.support.broker import a_broker
@@ -208,6 +209,70 @@ def test_more_adapters_than_there_is_room_for(with_lora: WithLora) -> None:
                 lora = with_lora.engine.lora_request(name)
                 expected = with_lora.reference(each.merged, 16, PROMPT)
                 assert (await with_lora.generate(16, lora))[0] == expected
+
+    with_lora.run(scenario())
+
+
+def test_a_removed_adapter_serves_its_requests_and_takes_no_new_ones(with_lora: WithLora) -> None:
+    """One under way goes on with it, and its memory is then free. A request that comes late, with
+    the path that it had, is ended by the core, whose workers would fail at it. Another adapter of
+    its name is another one: nothing of the first is found in the prefix cache."""
+    first, second = with_lora.made(51), with_lora.made(52)
+    count = 300
+
+    async def held() -> set[str]:
+        encoded = operations.encode(operations.UndoAdapter(settled=False))
+        [done] = await with_lora.llm.collective_rpc(
+            operations.PERFORM, kwargs={"operation": encoded}
+        )
+        return set(done["adapters"])
+
+    async def scenario() -> None:
+        async with with_lora.on_the_bus() as agent:
+            await agent.update_adapter(NAME, first.tensors, config=first.config)
+            others = await held() - {NAME}
+            watch = Watch()
+            lora = with_lora.engine.lora_request(NAME)
+            request = asyncio.create_task(with_lora.generate(count, lora, watch=watch))
+            await watch.reached(20)
+            version = await agent.remove_adapter(NAME, label="gone")
+            assert agent.last_update is not None
+            assert (agent.last_update.version, agent.last_update.chunks) == (version, 0)
+            assert NAME in await held()
+            with pytest.raises(UsageError, match="nobody has sent it"):
+                with_lora.engine.lora_request(NAME)
+            tokens, _ = await request
+            assert tokens == with_lora.reference(first.merged, count, PROMPT)
+            await agent.remove_adapter(NAME)  # again: there is none, and its memory is free
+            assert await held() == others
+            late = await generate(with_lora.llm, "late", 24, lora=lora)
+            assert (list(late.token_ids), late.finish_reason) == ([], "abort")
+            again = await agent.update_adapter(NAME, second.tensors, config=second.config)
+            await with_lora.assert_serves(second, again)
+
+    with_lora.run(scenario())
+
+
+def test_a_removal_that_is_not_committed_is_undone(
+    with_lora: WithLora, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though vLLM's front end has forgotten the adapter already."""
+    made = with_lora.made(53)
+
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    async def scenario() -> None:
+        async with with_lora.on_the_bus() as agent:
+            await agent.update_adapter(NAME, made.tensors, config=made.config)
+            with monkeypatch.context() as patched:
+                patched.setattr(with_lora.engine._vllm, "set_weight_version", fails)
+                with pytest.raises(WavebusError, match="not now"):
+                    await agent.remove_adapter(NAME)
+            await with_lora.generate(1)  # which waits until the undo has ended
+            lora = with_lora.engine.lora_request(NAME)
+            expected = with_lora.reference(made.merged, 24, PROMPT)
+            assert (await with_lora.generate(24, lora))[0] == expected
 
     with_lora.run(scenario())
 

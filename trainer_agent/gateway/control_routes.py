@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from aiohttp import web
 
-from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
+from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UsageError, WavebusError
 from bus.messages import PauseMode
 from trainer_agent.gateway.checksums import WeightChecksums
 from trainer_agent.gateway.http_update import Caller, Conflict, Missing
@@ -41,8 +42,6 @@ _STATUSES: Final = (
 # vLLM's routes that a group doesn't have, and what its clients use instead.
 _NOT_OFFERED: Final = {
     "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
-    "/v1/unload_lora_adapter": "adapters are not unloaded: load the next one under the same name, "
-    "which replaces it",
     "/fetch_weights": "SkyRL calls it with weight_sync_backend=delta; set "
     "generator.inference_engine.weight_sync_backend=nccl",
 }
@@ -53,6 +52,15 @@ _IN_MEMORY: Final = (
 _MOST_CHARS: Final = 4096  # as a path may have
 _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None  # of an adapter
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class NotOffered(WavebusError):
@@ -93,6 +101,7 @@ class ControlRoutes:
             "/v1/load_lora_adapter": self._load_adapter,
             "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
             "/load_lora_adapter": self._load_adapter_named,
+            "/v1/unload_lora_adapter": self._unload_adapter,
             "/abort_requests": self._abort,
             "/weight_checker": self._check_weights,
             "/collective_rpc": self._call_all,
@@ -212,6 +221,22 @@ class ControlRoutes:
             raise NotOffered(_IN_MEMORY)
         name, folder = _text(body, "lora_name"), _text(body, "lora_path")
         return name, await self._group.send_adapter(name, folder)
+
+    async def _unload_adapter(self, http: web.Request) -> Answer:
+        name = _text(await _body(http), "lora_name")
+        if not await self._has_adapter(name):
+            raise Missing(f"The lora adapter '{name}' cannot be found.")
+        await self._group.remove_adapter(name)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def _has_adapter(self, name: str) -> bool:
+        """Returns whether any engine takes requests for the adapter."""
+        answers = await self._rollouts.ask_each("/v1/models")
+        try:
+            lists = [msgspec.json.decode(raw, type=_Models) for raw in answers.values()]
+        except msgspec.DecodeError as error:
+            raise EngineError(f"/v1/models of an engine: {error}") from error
+        return any(each.id == name and each.parent for models in lists for each in models.data)
 
     # -- requests ------------------------------------------------------------------------
 

@@ -210,6 +210,19 @@ class ClientGroup:
         async with self._session.call() as agent:
             return await agent.update_adapter(name, tensors, config=config)
 
+    async def remove_adapter(self, name: str) -> int:
+        """Removes a LoRA adapter from all engines, and returns the version.
+
+        Args:
+            name: the adapter's name.
+
+        Raises:
+            Conflict: an update is under way.
+        """
+        self._updates.require_none()
+        async with self._session.call() as agent:
+            return await agent.remove_adapter(name)
+
 
 async def _in_reader(read: Callable[[str], T], folder: str) -> T:
     return await asyncio.get_running_loop().run_in_executor(_READERS, read, folder)

@@ -155,6 +155,17 @@ class Transport:
         self.opening = init.update_id
         self.is_foreign = True
 
+    async def open_removal(self, backend: str) -> None:
+        """Makes engines open the transport of a removal, over which nothing is sent.
+
+        Args:
+            backend: names the adapter to remove, as :func:`bus.lora.removal_backend` does.
+        """
+        self.invalidate()
+        removal = TransferInit(self._steps.new_id(), backend, b"", 0, 0, {}, self._scope)
+        await self._steps.step(removal)
+        self.backend, self.communicator, self.opening = backend, 0, removal.update_id
+
     async def drain(self, handle: bytes) -> None:
         """Makes engines receive over the open transport, and discard what its sender sends.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from bus.manifest import Manifest
+from bus.lora import removes_adapter
+from bus.manifest import NO_TENSORS, Manifest
 from bus.messages import NackCode
 from bus.protocol.core.failures import Declined, decline
 from bus.vllm_payloads import is_patching
 
 if TYPE_CHECKING:
     from bus.messages import Arm, ArmPart, ChunkSent, WeightChunkMeta
+
+_NO_TENSORS_DIGEST: Final = NO_TENSORS.digest()
 
 
 def manifest_of(message: Arm) -> Manifest:
@@ -32,7 +35,12 @@ def manifest_of(message: Arm) -> Manifest:
         )
     except ValueError as error:
         raise _contradiction(message, error) from error
+    if not message.names and message.digest != _NO_TENSORS_DIGEST:
+        raise decline(NackCode.MANIFEST_UNKNOWN, "no tensors", field="names")
     _check_digest(message, manifest)
+    if removes_adapter(message.backend) is bool(message.names):
+        text = "an update brings tensors, or removes an adapter"
+        raise decline(NackCode.MANIFEST_REFUSED, text, field="names")
     if bool(message.base) is not bool(message.counts):
         raise decline(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
     if bool(message.counts) is not is_patching(message.backend):
@@ -52,6 +60,8 @@ def part_of(known: Manifest, message: ArmPart) -> tuple[Manifest, Manifest]:
         Declined: as :func:`manifest_of`; or a tensor came before.
     """
     try:
+        if not message.names:
+            raise ValueError("names: a part needs at least one tensor")
         part = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
         joined = known.join(part)
     except ValueError as error:

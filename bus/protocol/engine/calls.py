@@ -135,11 +135,13 @@ class CallArm:
         manifest: the manifest.
         target: the model that the update is for.
         staging: how the update may be staged; None: it is loaded in a pause.
+        drops_adapters: whether the engine first drops all LoRA adapters that came over the bus.
     """
 
     manifest: Manifest
     target: m.Target
     staging: m.Staging | None = None
+    drops_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         manifest = manifest_of(message)
         order.require_base(self.version, self.partial)
         self.transfer.require(order)
-        call = c.CallArm(manifest, order.target, message.staging)
+        call = c.CallArm(manifest, order.target, message.staging, order.after != self.version)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
         self._chunks.begin(message.update_id, message.backend, manifest)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bus.lora import adapter_of
+from bus.lora import adapter_backend, adapter_of
 from bus.messages import Arm, Armed, NackCode, Staging, Step, Target
 from bus.protocol.core.effects import Send
 from bus.protocol.core.failures import decline
@@ -42,6 +42,7 @@ class UpdateSpec:
         transfer: the id of the TRANSFER_INIT that opened the transport; empty until the transport
             is found open, if ARM does not name it.
         staging: how the update may be staged; None: it may not.
+        after: the version that the group serves before the update.
         armed: the engine's answer to an ARM with ``staging``.
     """
 
@@ -53,6 +54,7 @@ class UpdateSpec:
     communicator: int = 0
     transfer: str = ""
     staging: Staging | None = None
+    after: int = 0
     armed: Armed | None = None
 
     @classmethod
@@ -67,12 +69,14 @@ class UpdateSpec:
             message.communicator,
             message.transfer,
             message.staging,
+            message.after,
         )
 
     @property
     def part(self) -> str:
-        """The part that the update brings: its target, or an adapter."""
-        return self.backend if adapter_of(self.backend) else self.target
+        """The part that the update brings or removes: its target, or an adapter."""
+        name = adapter_of(self.backend)
+        return adapter_backend(name) if name else self.target
 
     def require_target(self, *, draft: bool) -> None:
         """Checks that the engine has the model that the update is for.

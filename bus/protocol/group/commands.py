@@ -361,11 +361,11 @@ class Commands:
         if why_paused:
             message = replace(message, staging=None)
         self._manifest = manifest
-        asked = message
+        asked = replace(message, after=self._state.version)
         if not message.scope:
             state = self._state
             peers = [state.registry.engines[name] for name in members]
-            asked = replace(message, version=state.served.assign(message, peers, state.session))
+            asked = replace(asked, version=state.served.assign(message, peers, state.session))
         self._state.registry.on_arm(members, self._state.version)
         arming = self._state.update.arm(asked, members, now_ms, staging)
         return self._ask(msg_id, m.Step.ARM, arming)

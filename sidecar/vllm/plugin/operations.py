@@ -44,10 +44,12 @@ from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as a
 # The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
-PROTOCOL: Final = 16
+PROTOCOL: Final = 17
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
+
+AdapterNames: TypeAlias = tuple[Annotated[str, Meta(max_length=128)], ...]
 
 _MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
 
@@ -222,10 +224,24 @@ class LoadAdapter(SentChunk, frozen=True, tag="load_adapter"):
     """
 
 
-class UndoAdapter(_Strict, frozen=True, tag="undo_adapter"):
-    """Restores the LoRA adapter that the last load replaced.
+class RemoveAdapter(_Strict, frozen=True, tag="remove_adapter"):
+    """Removes the LoRA adapter for which the transport was opened, until an undo."""
 
-    Does nothing if no adapter was loaded since the last ARM.
+
+class DropAdapters(_Strict, frozen=True, tag="drop_adapters"):
+    """Removes all LoRA adapters that came over the bus, for good.
+
+    Attributes:
+        in_use: as :class:`SettleAdapter`.
+    """
+
+    in_use: AdapterNames | None = None
+
+
+class UndoAdapter(_Strict, frozen=True, tag="undo_adapter"):
+    """Restores the LoRA adapter that the last load replaced, or the last removal removed.
+
+    Does nothing if there was neither since the last ARM.
 
     Attributes:
         settled: True also undoes a load that :class:`SettleAdapter` has marked; False leaves it.
@@ -235,7 +251,16 @@ class UndoAdapter(_Strict, frozen=True, tag="undo_adapter"):
 
 
 class SettleAdapter(_Strict, frozen=True, tag="settle_adapter"):
-    """Marks the last loaded LoRA adapter as committed, so that a restarted sidecar keeps it."""
+    """Marks the last load or removal of a LoRA adapter as committed.
+
+    A restarted sidecar then keeps it. Removed adapters that no request uses are freed.
+
+    Attributes:
+        in_use: the adapters of the core's requests. The core sets it, because only the core knows
+            them (:mod:`sidecar.vllm.plugin.core.adapters`). None: unknown, and nothing is freed.
+    """
+
+    in_use: AdapterNames | None = None
 
 
 # -- by the staging channel, while the engine serves -----------------------------------------
@@ -287,6 +312,8 @@ Operation: TypeAlias = (
     | SwapStaged
     | ReleaseStaging
     | LoadAdapter
+    | RemoveAdapter
+    | DropAdapters
     | UndoAdapter
     | SettleAdapter
     | Greet
@@ -295,6 +322,7 @@ Operation: TypeAlias = (
     | Stage
     | Seal
 )
+OF_ADAPTERS: Final = (LoadAdapter, RemoveAdapter, DropAdapters, UndoAdapter, SettleAdapter)
 _OPERATIONS: Final[msgspec.msgpack.Decoder[Operation]] = msgspec.msgpack.Decoder(Operation)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
@@ -334,6 +362,8 @@ class Done(_Strict, frozen=True, tag="done"):
         ahead: after :class:`Open`, how many chunks may be received ahead.
         room: after arming, the memory that staging needs, or why the update can't be staged.
         channel: after :class:`Hello`, the name of the worker's staging channel; empty without one.
+        adapters: after an operation on LoRA adapters, the names of those that the worker holds,
+            whether for new requests or for the last ones of a removed adapter. Else None.
         in_place: after :class:`StartStaging`, whether chunks are received directly into staging
             memory. If so, an arrived chunk needs no further work, and one operation after the last
             chunk may stage all of them.
@@ -343,6 +373,7 @@ class Done(_Strict, frozen=True, tag="done"):
     room: StagingCapacity | None = None
     in_place: bool = False
     channel: ShortText = ""
+    adapters: AdapterNames | None = None
 
 
 class WorkerFailure(_Strict, frozen=True, tag="failure"):

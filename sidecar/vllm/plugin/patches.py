@@ -62,6 +62,8 @@ NESTING: Final = {
     # A rejected request reaches nothing else. The lease guard's wake-up is not a request, and does
     # not count as work of the core.
     f"{PLAIN_CORE}._handle_client_request": ("core status", "pause lease", "admission"),
+    # What the lease guard refuses reaches no worker.
+    f"{PLAIN_CORE}.collective_rpc": ("pause lease", "lora requests"),
     # A resume that the fix skips enters no barrier, and so shows none.
     f"{LOCKSTEP_CORE}.resume_scheduler": ("lockstep core status", "lockstep pause fixes"),
     # The swap's time counts as part of a step, and not of the all-reduce that the page shows.
@@ -416,6 +418,16 @@ _SEAMS: Final = (
             "worker.lora",
             (f"{LORA_MANAGER}._load_adapter", "self, lora_request"),
             (f"{LORA_MANAGER}._apply_adapters", "self, lora_requests"),
+        ),
+    ),
+    Seam(
+        "lora requests",
+        ("lora_updates",),
+        (Says("vllm.v1.request:Request.__init__", ("self.lora_request = lora_request",)),),
+        process="core",
+        wraps=wraps(
+            "core.adapters",
+            (f"{PLAIN_CORE}.collective_rpc", "self, method, timeout, args, kwargs"),
         ),
     ),
     Seam(

@@ -61,7 +61,6 @@ def test_chunks_are_as_full_as_the_bound_allows(metas: list[TensorMeta], chunk_b
         ({"chunk_ends": (1, 2, 3)}, "chunk_ends", "end at 2"),
         ({"chunk_ends": (0, 2)}, "chunk_ends", "must grow"),
         ({"chunk_ends": ()}, "chunk_ends", "end at 2"),
-        ({"names": (), "dtypes": (), "shapes": (), "chunk_ends": ()}, "names", "at least one"),
         ({"counts": (4,)}, "counts", "1 entries for 2"),
         ({"counts": (5, 16)}, "counts", "5 elements of a, which has 4"),
     ],

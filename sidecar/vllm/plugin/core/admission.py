@@ -11,6 +11,9 @@ itself. Workers and peer ranks are not involved, so admission outlives a restart
 With ``WAVEBUS_BOOT_CLOSED`` a core boots with closed admission: it has the weights of its
 checkpoint, and its group may serve others.
 
+A request for a LoRA adapter of the bus that the workers no longer hold is rejected as well: it left
+the front end before the adapter was removed there.
+
 Where front ends start the waves of lockstep cores (``wavebus_joins_asked_waves``), a core that
 rejects a request still joins the wave that the front end has asked for: the other ranks start it,
 and can't step without this one. Where cores start waves by themselves, a rejected request starts
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.rejection import closed_message, is_closed_message
-from sidecar.vllm.plugin.core import kv_versions
+from sidecar.vllm.plugin.core import adapters, kv_versions
 from sidecar.vllm.plugin.environment import BOOT_CLOSED
 
 if TYPE_CHECKING:
@@ -82,15 +85,20 @@ def handle_client_request(
 
     Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
     """
-    if request_type.name == "ADD" and not _of(core).is_admitted(request[0].request_id):
-        _reject(core, *request)
-        return
+    if request_type.name == "ADD":
+        asked, wave = request
+        if not _of(core).is_admitted(asked.request_id):
+            _reject(core, asked, wave)
+            return
+        if missing := adapters.missing(core, asked):
+            _reject(core, asked, wave, missing)
+            return
     original(core, request_type, request)
 
 
-def _reject(core: Any, request: Any, wave: int) -> None:
+def _reject(core: Any, request: Any, wave: int, why: str = "") -> None:
     kv_versions.release(core, request)
-    _end_empty(core, request)
+    _end_empty(core, request, why)
     if not getattr(core, "wavebus_joins_asked_waves", False):
         return
     if core.ignore_start_dp_wave:  # paused: starts when it resumes, as in other ranks
@@ -100,13 +108,14 @@ def _reject(core: Any, request: Any, wave: int) -> None:
         core.engines_running = True
 
 
-def _end_empty(core: Any, request: Any) -> None:
+def _end_empty(core: Any, request: Any, why: str = "") -> None:
     """Ends a request that has no tokens yet; behind an API server, with the reason."""
     admission, name = _of(core), request.request_id
-    if not (admission.served and hasattr(core, "wavebus_output")) or admission.is_admitted(""):
+    is_shown = admission.served and hasattr(core, "wavebus_output")
+    if not is_shown or (admission.is_admitted("") and not why):
         core._send_abort_outputs_to_client([name], request.client_index)  # noqa: SLF001
         return
-    why = closed_message(admission.why)
+    why = closed_message(why or admission.why)
     ended = core.wavebus_output(name, [], finish_reason=core.wavebus_aborts, stop_reason=why)
     outputs = core.wavebus_outputs(finished_requests={name}, outputs=[ended])
     core.output_queue.put_nowait((request.client_index, outputs))

@@ -72,6 +72,7 @@ _UPDATES: Final = (
     operations.ReceiveChunk,
     operations.LoadChunk,
     operations.LoadAdapter,
+    operations.RemoveAdapter,
     operations.Finish,
 )
 

@@ -108,7 +108,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         own = TargetModel(model, built, device)
         self._loadable: dict[Target, TargetModel] = {"model": own}
         self._adapters = LoraAdapters.of(model)
-        self._incoming: IncomingAdapter | None = None  # None: the open transport is for a model
+        self._incoming: IncomingAdapter | None = None  # None: the open transport brings no adapter
         self._index = worker_index(vllm_config.parallel_config)
         self.armed: ArmedUpdate | None = None  # the next update, or the current one
         self._last_manifest: ArmedManifest | None = None
@@ -290,14 +290,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 if self.armed is not None and self.armed.manifest.is_open:
                     self._loadable[self.armed.target].require_whole(self.armed.manifest)
                 self.session.finish(worker)
-            case operations.LoadAdapter():
-                self._load_adapter(operation)
-            case operations.UndoAdapter(settled=settled):
-                if self._incoming is not None:
+            case _ if isinstance(operation, operations.OF_ADAPTERS):
+                if isinstance(operation, operations.LoadAdapter):
+                    self._load_adapter(operation)
+                elif self._incoming is not None:
                     self._receiver.clear()
-                self._adapters.undo(settled=settled)
-            case operations.SettleAdapter():
-                self._adapters.settle()
+                return self._adapters.perform(operation)
             case _:
                 raise EngineError("only by a staging channel", code=NackCode.WRONG_STATE)
         return operations.Done()
@@ -330,17 +328,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: operations.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        backend, params, incoming = operation.backend, operation.params, None
+        backend, params, self._incoming = operation.backend, operation.params, None
+        if self._adapters.opens_removal(backend):
+            return
         if adapter := adapter_of(backend):
-            self._adapters.require_available()
-            incoming = IncomingAdapter(adapter, params)
-            backend, params = incoming.backend, incoming.params
+            self._incoming = IncomingAdapter(adapter, params)
+            backend, params = self._incoming.backend, self._incoming.params
         chunks = self._receiver
         receiver = chunks.receiver
-        if receiver is None or incoming is not None or operation.backend != chunks.backend:
+        if receiver is None or self._incoming is not None or operation.backend != chunks.backend:
             receiver = make_receiver(backend, self.device)
             chunks.use(operation.backend, receiver)
-        self._incoming = incoming
         chunks.stop()
         self._stager.discard_transport()
         engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
@@ -366,6 +364,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._adapters.check(self._incoming.config, manifest)
             self._adapters.begin()
             self._incoming.begin()
+        elif self._adapters.outgoing:
+            self._adapters.begin()
         elif target not in self._loadable:
             raise EngineError(
                 "this worker has no draft model whose weights can be updated",

@@ -10,6 +10,10 @@ Therefore the worker keeps the tensors that came over the bus, by the adapter's 
 loads an adapter of that name, under any id or path, it gets those tensors. The path is only a name
 (:data:`sidecar.vllm.plugin.vllm_names.ADAPTER_PATHS`): no file is read or written. Only a user who
 loads an adapter from a path outside the bus gets that path's adapter.
+
+A removed adapter is *retired*: the requests that use it go on with it, as in vLLM. It is freed at a
+later commit of an adapter, when the core has no such request any more. The core refuses requests
+for an adapter that its workers don't hold (:mod:`sidecar.vllm.plugin.core.admission`).
 """
 
 from __future__ import annotations
@@ -21,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bus.errors import EngineError
+from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
-from sidecar.vllm.plugin import installation
+from sidecar.vllm.plugin import installation, operations
 from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.plugin.worker.lora_check import check_adapter, peft_helper, weights_mapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     import torch
 
@@ -53,15 +58,21 @@ class LoraAdapters:
     Args:
         manager: vLLM's ``LoRAModelManager`` of the worker; None where LoRA is not enabled.
         lacking: why adapters can't be updated in this vLLM; empty if they can.
+
+    Attributes:
+        outgoing: the adapter that the open transport is to remove; empty: it is for something else.
     """
 
     def __init__(self, manager: Any, lacking: str = "") -> None:
+        self.outgoing = ""
         self._manager = manager
         self._lacking = lacking
         self._held: dict[str, HeldAdapter] = {}
-        # The name of the adapter that an update replaces, and the adapter if the bus brought it.
+        self._retired: dict[str, HeldAdapter] = {}  # removed, and perhaps in use
+        # The name of the adapter that an update replaces or removes; and the adapter, if the bus
+        # has brought it.
         self._before: tuple[str, HeldAdapter | None] | None = None
-        self._settled = False  # whether the last loaded adapter is settled
+        self._settled = False  # whether the last load or removal is settled
         self._ids: dict[str, set[int]] = {}  # ids under which vLLM loaded each adapter
         self._paths: dict[str, str] = {}  # paths of adapters that did not come over the bus
         self._stepping = False
@@ -99,6 +110,37 @@ class LoraAdapters:
                 code=NackCode.BACKEND_MISSING,
             )
 
+    def opens_removal(self, backend: str) -> bool:
+        """Records which adapter the transport ``backend`` is to remove; returns whether it does.
+
+        Raises:
+            EngineError: as :meth:`require_available`, if it is for any adapter.
+        """
+        if name := adapter_of(backend):
+            self.require_available()
+        self.outgoing = name if removes_adapter(backend) else ""
+        return bool(self.outgoing)
+
+    def perform(self, operation: operations.Operation) -> operations.Done:
+        """Carries out an operation on adapters that no chunk comes with.
+
+        Args:
+            operation: one of :data:`operations.OF_ADAPTERS`. Any other changes nothing.
+
+        Returns:
+            The adapters that vLLM can load afterwards: those for new requests, and retired ones.
+        """
+        match operation:
+            case operations.RemoveAdapter():
+                self.remove(self.outgoing)
+            case operations.DropAdapters(in_use=in_use):
+                self.drop_all(in_use)
+            case operations.UndoAdapter(settled=settled):
+                self.undo(settled=settled)
+            case operations.SettleAdapter(in_use=in_use):
+                self.settle(in_use)
+        return operations.Done(adapters=self.names)
+
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
         """Checks that a LoRA adapter fits the model; loads nothing.
 
@@ -128,19 +170,51 @@ class LoraAdapters:
         self._held[name] = fresh
         self._unload(name)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters that vLLM can load: those for new requests, and the retired ones."""
+        return tuple(sorted(self._held | self._retired))
+
+    def remove(self, name: str) -> None:
+        """Retires the adapter of a name, and unloads it from vLLM; does nothing if there is none.
+
+        :meth:`undo` restores it.
+        """
+        self.begin()
+        self._before = name, self._held.get(name)
+        self._retire(name)
+
+    def drop_all(self, in_use: Collection[str] | None) -> None:
+        """Retires all adapters, which no undo restores; ``in_use`` as :meth:`settle`."""
+        self.begin()
+        for name in tuple(self._held):
+            self._retire(name)
+        self._free(in_use)
+
+    def _retire(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            self._retired[name] = held
+            self._unload(name)
+
+    def _free(self, in_use: Collection[str] | None) -> None:
+        if in_use is not None:
+            for name in self._retired.keys() - (set(in_use) - self._held.keys()):
+                del self._retired[name]
+
     def begin(self) -> None:
-        """Begins another update: undoes the last load unless it was settled."""
+        """Begins another update: undoes the last load or removal unless it was settled."""
         self.undo(settled=False)
         self._before = None
         self._settled = False
 
     def undo(self, *, settled: bool) -> None:
-        """Restores the adapter that the current update's load has replaced.
+        """Restores the adapter that the current update has replaced or removed.
 
-        If there was none before, the loaded one is removed. Does nothing without a load.
+        If there was none before, a loaded one is removed. Does nothing without a load or removal.
 
         Args:
-            settled: True also undoes a load that :meth:`settle` has marked; False leaves it.
+            settled: True also undoes one that :meth:`settle` has marked; False leaves it.
         """
         if self._before is None or (self._settled and not settled):
             return
@@ -149,11 +223,18 @@ class LoraAdapters:
             self._held.pop(name, None)
         else:
             self._held[name] = held
+            self._retired.pop(name, None)
         self._unload(name)
 
-    def settle(self) -> None:
-        """Marks the loaded adapter as committed, so that a restarted sidecar keeps it."""
+    def settle(self, in_use: Collection[str] | None = None) -> None:
+        """Marks the load or removal as committed, so that a restarted sidecar keeps it.
+
+        Args:
+            in_use: the adapters that requests of the core use; the other retired ones are freed.
+                None: unknown.
+        """
         self._settled = True
+        self._free(in_use)
 
     # -- when vLLM loads one ---------------------------------------------------------
 
@@ -187,7 +268,8 @@ class LoraAdapters:
         ours = path.startswith(ADAPTER_PATHS)
         if not ours and not self._stepping:
             self._held.pop(name, None)
-        held = self._held.get(name)
+            self._retired.pop(name, None)
+        held = self._held.get(name) or self._retired.get(name)
         if held is not None:
             return self._built(held, request.lora_int_id), request
         if ours:  # the path belongs to an update that was undone

@@ -11,6 +11,7 @@ import pytest
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.vllm.lora_routes import LOAD, MODELS, UNLOAD, AdapterRoutes, adapter_id
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -41,7 +42,8 @@ class Routes:
 
 STEPS: dict[str, Callable[[AdapterRoutes], Awaitable[None]]] = {
     "load": lambda adapters: adapters.load("mine", PATH),
-    "drop": lambda adapters: adapters.drop("mine"),
+    "remove": lambda adapters: adapters.remove("mine"),
+    "undo": lambda adapters: adapters.undo("mine"),
 }
 
 
@@ -66,12 +68,27 @@ def test_it_is_loaded_in_place_by_its_path() -> None:
 def test_only_a_name_that_was_not_there_is_forgotten(models: Any, told: bool) -> None:
     """One that was, still has an adapter: the one before."""
     routes = Routes({"tiny": None, **models})
-    run(routes, "drop")
+    run(routes, "undo")
     assert ((UNLOAD, {"lora_name": "mine"}) in routes.told) == told
 
 
 def test_a_name_that_never_came_is_forgotten_already() -> None:
-    run(Routes({"tiny": None}, unload_lora_adapter=(404, "cannot be found")), "drop")
+    run(Routes({"tiny": None}, unload_lora_adapter=(404, "cannot be found")), "undo")
+
+
+@pytest.mark.parametrize(
+    ("unload", "loads"), [((200, "Success"), 1), ((404, "cannot be found"), 0)]
+)
+def test_a_removal_is_undone_by_a_load_of_what_was_there(
+    unload: tuple[int, str], loads: int
+) -> None:
+    """From a path of its own, whose keys and values nobody else has."""
+    routes = Routes({"tiny": None, "mine": "tiny"}, unload_lora_adapter=unload)
+    run(routes, "remove", "undo", "undo")
+    loaded = [body for path, body in routes.told if path == LOAD and body["lora_name"]]
+    assert len(loaded) == loads
+    assert all(body["lora_path"].startswith(ADAPTER_PATHS) for body in loaded)
+    assert [path for path, _ in routes.told].count(UNLOAD) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +115,7 @@ def test_a_server_that_would_not_load_it(routes: Routes, code: NackCode, text: s
     assert refused.value.code is code
 
 
-@pytest.mark.parametrize("step", ["load", "drop"])
+@pytest.mark.parametrize("step", ["load", "undo", "remove"])
 def test_what_the_server_fails_with_is_told(step: str) -> None:
     routes = Routes({"tiny": None})
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from bus.errors import EngineError
-from bus.lora import adapter_backend
-from bus.manifest import Manifest, TensorMeta
+from bus.lora import adapter_backend, removal_backend
+from bus.manifest import NO_TENSORS, Manifest, TensorMeta
 from bus.messages import NO_LIMITS, NackCode, Staging
 from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
 from sidecar.engine import Chunk
@@ -49,6 +49,7 @@ class Workers:
         self.calls_off: bool | None = False
         self.peers: list[StagingChannelServer] = []
         self.by_lane: list[operations.Operation] = []
+        self.held: tuple[str, ...] | None = None  # adapters
         self.in_place = False
         self.forgets = False  # what was armed
         self.channel = StagingChannelServer(self._carry_out, lambda: None)
@@ -62,7 +63,8 @@ class Workers:
                 asked = operations.decode(kwargs["operation"])
                 self._perform(asked)
                 armed = isinstance(asked, operations.ArmManifest)
-                done = operations.Done(ahead=2, room=self.found if armed else None)
+                room = self.found if armed else None
+                done = operations.Done(ahead=2, room=room, adapters=self.held)
                 if not isinstance(asked, operations.Hello):
                     return [msgspec.to_builtins(done)]
                 names = [self.channel_name or self.channel.name, *(p.name for p in self.peers)]
@@ -98,8 +100,11 @@ class Workers:
     async def load_adapter(self, name: str, path: str) -> None:
         self.told.append(f"load {name} from {path}")
 
-    async def drop_adapter(self, name: str) -> None:
-        self.told.append(f"drop {name}")
+    async def undo_adapter(self, name: str) -> None:
+        self.told.append(f"undo {name}")
+
+    async def remove_adapter(self, name: str) -> None:
+        self.told.append(f"remove {name}")
 
 
 @pytest.fixture
@@ -146,7 +151,7 @@ def test_an_update_is_one_call_for_each_step(
         client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client._settle(),
+        client._adapter.settle(),
     )
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
@@ -514,7 +519,7 @@ def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
         client.receive(chunks[1]),
         client.load(1, "full", (8,)),
         client.finish_update(),
-        client._settle(),
+        client._adapter.settle(),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
@@ -529,8 +534,47 @@ def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
         f"load mine from {ADAPTER_PATHS}u7",
         operations.SettleAdapter(),
         operations.UndoAdapter(settled=True),
-        "drop mine",
+        "undo mine",
     ]
+
+
+def test_a_removal_is_the_front_ends_before_it_is_settled(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """So a sidecar that dies in between leaves no name that workers lack. It needs no chunk."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    removal = removal_backend("mine")
+    told(workers, client._hello(facts(), cores=1), client.open_transfer(removal, b"", NO_RANK))
+    steps = (
+        client.arm(NO_TENSORS, "model"),
+        client.start_update(recover=False, target="model"),
+        client.finish_update(),
+        client._adapter.settle(),
+        client.restore("model"),
+    )
+    assert told(workers, *steps) == [
+        "check mine",
+        operations.ArmManifest((), (), (), (), "model", ()),
+        operations.RemoveAdapter(),
+        "remove mine",
+        operations.SettleAdapter(),
+        operations.UndoAdapter(settled=True),
+        "undo mine",
+    ]
+
+
+@pytest.mark.parametrize("held", [("a", "b"), ()])
+def test_adapters_are_dropped_by_the_front_end_first(
+    closed: list[WorkerClient | StagingChannelServer], held: tuple[str, ...]
+) -> None:
+    workers = Workers()
+    workers.held = held
+    client = client_of(workers, closed)
+    told(workers, client._hello(facts(), cores=1))
+    dropped = ["remove a", "remove b", operations.DropAdapters()] if held else []
+    asked = operations.UndoAdapter(settled=False)
+    assert told(workers, client.drop_adapters()) == [asked, *dropped]
 
 
 def test_an_engine_with_a_refused_connector_is_armed_with_nothing(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.manifest import Manifest
+from bus.manifest import NO_TENSORS, Manifest
 from bus.messages import (
     Abort,
     Ack,
@@ -841,6 +841,76 @@ def test_weights_that_a_sleep_has_discarded_no_adapter_mends() -> None:
     assert driver.update.partial == {"model"}
 
 
+REMOVAL = "lora-removal:policy-lora"
+
+
+def remove(driver: Driver, update_id: str, version: int) -> None:
+    """As far as it is finished: no chunk comes."""
+    driver.issue(driver.update.open(1, TransferInit(f"t-{update_id}", REMOVAL, b"", 0, 0, {})))
+    driver.returned()
+    arm = replace(make_arm(update_id, NO_TENSORS, version=version), backend=REMOVAL)
+    driver.issue(driver.update.arm(2, replace(arm, after=driver.update.version)))
+    driver.returned()
+    driver.start(update_id)
+    driver.returned()
+    driver.finish(update_id)
+
+
+def test_an_adapter_is_removed_by_an_update_without_chunks() -> None:
+    driver = Driver(opened=False)
+    remove(driver, "u1", 4)
+    driver.returned()
+    driver.commit("u1", 4)
+    assert only(driver.returned(), Ack).outcome == ""
+    assert driver.update.version == 4
+    arm = CallArm(NO_TENSORS, "model")
+    calls = [CallStart(recover=False, target="model"), CallFinish(), CallCommit(4)]
+    assert driver.calls[1:] == [arm, *calls]
+
+
+def test_a_removal_that_fails_is_undone_and_mends_what_its_adapter_lacks() -> None:
+    """It is of the same part as the adapter's updates: either ends the other's quarantine."""
+    driver = Driver(opened=False)
+    remove(driver, "u1", 4)
+    driver.failed()
+    driver.abort()
+    assert driver.calls[-1] == CallRestore("model")
+    driver.failed()
+    driver.returned()
+    assert driver.update.partial == {ADAPTER}
+    remove(driver, "u2", 5)
+    driver.returned()
+    driver.commit("u2", 5)
+    assert only(driver.returned(), Ack).outcome == ""
+    assert not driver.update.partial
+
+
+@pytest.mark.parametrize(
+    ("manifest", "backend"), [(NO_TENSORS, "sim"), (NO_TENSORS, ADAPTER), (MANIFEST, REMOVAL)]
+)
+def test_an_update_brings_tensors_or_removes(manifest: Manifest, backend: str) -> None:
+    driver = Driver(opened=False)
+    driver.issue(driver.update.open(1, TransferInit("t1", backend, b"", 0, 0, {})))
+    driver.returned()
+    arm = replace(make_arm("u1", manifest, version=4), backend=backend)
+    with pytest.raises(Declined) as declined:
+        driver.update.arm(2, arm)
+    assert declined.value.failure.code is NackCode.MANIFEST_REFUSED
+
+
+@pytest.mark.parametrize("backend", ["sim", ADAPTER, REMOVAL])
+@pytest.mark.parametrize("after", [2, 3, 4])
+def test_an_engine_that_missed_an_update_drops_its_adapters(after: int, backend: str) -> None:
+    """It may be one of an adapter, or its removal; whatever the next one brings."""
+    driver = Driver(opened=False)
+    driver.issue(driver.update.open(1, TransferInit("t1", backend, b"", 0, 0, {})))
+    driver.returned()
+    manifest = NO_TENSORS if backend == REMOVAL else MANIFEST
+    arm = replace(make_arm("u1", manifest, version=9), backend=backend, after=after)
+    driver.issue(driver.update.arm(2, arm))
+    assert driver.calls[-1] == CallArm(manifest, "model", drops_adapters=after != 3)
+
+
 PATCH = Manifest.of_patch(make_manifest(("a", "c")).tensors(), (2, 0))
 
 
@@ -858,7 +928,8 @@ class Patched(Driver):
 
     def arm_patch(self, base: int, update_id: str = "u1", version: int = 9) -> None:
         arm = make_arm(update_id, PATCH, version=version, base=base)
-        self.issue(self.update.arm(2, replace(arm, backend="vllm:sparse_nccl")))
+        arm = replace(arm, backend="vllm:sparse_nccl", after=self.update.version)
+        self.issue(self.update.arm(2, arm))
 
     def refused_patch(self, base: int, update_id: str = "u1") -> Failure:
         calls = len(self.calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,7 +49,8 @@ class Updates:
         """Armed and started."""
         self.version += 1
         self.id = f"v{self.version}"
-        self.driver.command(make_arm(self.id, MANIFEST, version=self.version, target=target))
+        arm = make_arm(self.id, MANIFEST, version=self.version, target=target)
+        self.driver.command(replace(arm, after=self.version - 1))
         self.driver.returned()
         self.driver.command(UpdateStart(self.id))
         self.driver.returned()
@@ -99,7 +101,7 @@ def test_a_draft_is_refused_where_there_is_none() -> None:
     assert (nack.code, nack.field) == (NackCode.DRAFT_MISSING, "target")
     assert "speculative_config" in nack.hint
     assert driver.calls == calls
-    driver.command(make_arm("u1", MANIFEST, version=4))
+    driver.command(replace(make_arm("u1", MANIFEST, version=4), after=driver.session.version))
     assert driver.calls[-1] == CallArm(MANIFEST, "model")
 
 

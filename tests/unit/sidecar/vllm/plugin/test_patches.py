@@ -181,6 +181,13 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
             {"lora_updates"},
         ),
     ],
+    "lora requests": [
+        (
+            "without self.lora_request = lora_request",
+            "vllm.v1.request:Request.__init__",
+            {"lora_updates"},
+        ),
+    ],
     "draft models": [
         (
             "rename",

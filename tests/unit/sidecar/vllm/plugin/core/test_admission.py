@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin.core.admission import SET_ADMISSION
 from sidecar.vllm.plugin.environment import BOOT_CLOSED
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from tests.support.seams import install
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class Asked:
     client_index: int = 0
     num_output_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
 
 
 @pytest.fixture
@@ -160,6 +163,20 @@ def test_a_client_of_an_api_server_is_told_why(core_module: Any) -> None:
     turn(core, passes="")
     add(core, core_module, "r3")
     assert (refused(core), core.outputs) == ([], ["r3"])
+
+
+def test_a_request_for_a_removed_adapter_is_told_so(core_module: Any) -> None:
+    """It left its front end before. In an open core, and whatever other requests do."""
+    install(core_module, "admission", "closed answer")
+    core = core_module.EngineCoreProc()
+    asyncio.run(AdmissionControl(asks(core)).look())
+    core.wavebus_adapters = frozenset({"kept"})
+    for number, name in enumerate(("kept", "gone")):
+        lora = SimpleNamespace(lora_name=name, lora_path=f"{ADAPTER_PATHS}u{number}")
+        asked = Asked(f"r{number}", lora_request=lora)
+        core._handle_client_request(core_module.EngineCoreRequestType.ADD, (asked, 0))
+    assert core.added == ["r0"]
+    assert refused(core) == [(0, "r1", closed_message("the adapter gone was removed"))]
 
 
 def test_who_keeps_the_empty_answer_gets_it(core_module: Any) -> None:

@@ -168,6 +168,74 @@ def test_adapters_have_nothing_to_do_with_each_other(adapters: Plain, manager: M
     assert given(adapters) == (1, 7)
 
 
+def test_a_removed_one_serves_those_who_have_it_until_nobody_has(
+    adapters: Plain, manager: Manager
+) -> None:
+    """vLLM drops it, and may load it again for them; it is freed at a commit, not before."""
+    load(adapters, 1)
+    adapters.settle()
+    assert given(adapters) == (1, 7)
+    adapters.remove("mine")
+    assert manager.removed == [7]
+    assert given(adapters) == (1, 7)
+    adapters.settle()  # by a core that does not say what is in use
+    assert adapters.names == ("mine",)
+    adapters.settle({"mine", "another"})
+    assert given(adapters) == (1, 7)
+    adapters.settle(())
+    assert adapters.names == ()
+    assert given(adapters) == OURS
+
+
+def test_a_removal_is_undone(adapters: Plain) -> None:
+    """Also one that was settled, and one of an adapter that was not there."""
+    load(adapters, 1)
+    adapters.settle(())
+    for settled in (False, True):
+        adapters.remove("mine")
+        if settled:
+            adapters.settle(())
+            assert adapters.names == ()
+        adapters.undo(settled=settled)
+        assert adapters.names == ("mine",)
+        assert given(adapters) == (1, 7)
+        adapters.settle(())
+        assert adapters.names == ("mine",)
+    adapters.remove("another")
+    adapters.undo(settled=True)
+    assert adapters.names == ("mine",)
+
+
+def test_the_next_of_a_removed_name_replaces_it_for_all(adapters: Plain) -> None:
+    load(adapters, 1)
+    adapters.settle(())
+    adapters.remove("mine")
+    adapters.settle({"mine"})
+    load(adapters, 2)
+    assert given(adapters) == (2, 7)
+    adapters.undo(settled=False)
+    assert given(adapters) == (1, 7)
+    load(adapters, 2)
+    adapters.settle({"mine"})
+    adapters.remove("mine")
+    adapters.settle(())
+    assert adapters.names == ()
+
+
+def test_an_engine_that_was_away_drops_all_for_good(adapters: Plain) -> None:
+    """But what its requests use, and what an update under way has loaded."""
+    for rank, name in enumerate(("mine", "another"), 1):
+        load(adapters, rank, name)
+        adapters.settle(())
+    load(adapters, 3)
+    adapters.drop_all({"mine"})
+    assert adapters.names == ("mine",)
+    assert given(adapters) == (1, 7)
+    adapters.undo(settled=True)
+    adapters.drop_all(())
+    assert adapters.names == ()
+
+
 @pytest.mark.parametrize(
     ("adapters", "text"),
     [(LoraAdapters(None), "--enable-lora"), (LoraAdapters(Manager(), "not now"), "not now")],
