@@ -14,6 +14,7 @@ tensors what names and shapes cost.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -35,7 +36,7 @@ _ALL_BYTES: Final = 1 << 40  # in one chunk
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """Measures both models; returns the fields of the JSON output: medians and ratios.
+    """Measures all three models; returns the fields of the JSON output: medians and ratios.
 
     Raises:
         UsageError: the backend is not gloo.
@@ -135,7 +136,11 @@ async def updates_of(
 
 
 async def _update(trainer: Worker, engines: Sequence[Worker], how: str) -> dict[str, float]:
-    """Makes one update; returns its length, and by name the length of its calls, in ms."""
+    """Makes one update, and returns times in ms.
+
+    ``update_ms`` is its length. By name of a call, the time is from the begin of the first such
+    call to the end of the last, of all engines.
+    """
     for each in engines:
         await each.ask("taken_calls")
     answer = await trainer.ask("update", how=how)
@@ -143,9 +148,11 @@ async def _update(trainer: Worker, engines: Sequence[Worker], how: str) -> dict[
     if not all("swap" in {name for name, *_ in calls} for calls in of_engines):
         raise BenchFailed(f"{how}: an update was not staged")
     found = {"update_ms": (answer["until_s"] - answer["since_s"]) * 1000}
-    for name, since_s, until_s in (*answer["calls"], *of_engines[0]):
-        found[f"{name}_ms"] = (until_s - since_s) * 1000
-    return found
+    spans: dict[str, tuple[float, float]] = {}
+    for name, since_s, until_s in (*answer["calls"], *itertools.chain(*of_engines)):
+        first_s, last_s = spans.get(name, (since_s, until_s))
+        spans[name] = min(first_s, since_s), max(last_s, until_s)
+    return found | {f"{name}_ms": (last - first) * 1000 for name, (first, last) in spans.items()}
 
 
 def figures_of(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
