@@ -86,7 +86,8 @@ def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
     vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's own
     flow and with a raw broadcast. Shows for how long requests get no tokens, and why.
     """
-    show("vllm_transfer" if plan.engine == "vllm" else "transfer", plan, as_json=as_json)
+    embedded = "gateway" if plan.gateway else "transfer"
+    show("vllm_transfer" if plan.engine == "vllm" else embedded, plan, as_json=as_json)
 
 
 @bench.command()

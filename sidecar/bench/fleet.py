@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 NATIVE: Final = "native"
 BUS: Final = "bus"
+# Of `bench transfer --gateway`: the ways, and the group behind the gateway.
+AGENT: Final = "agent"
+GATEWAY: Final = "gateway"
 # Part of the name of experts' parameters in vLLM; and the note if experts are left out.
 _EXPERTS: Final = ".routed_experts."
 _LEFT_OUT: Final = "native's tokens and experts, which its own update leaves unpacked on a CPU"
@@ -215,7 +218,7 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
     at updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So the experts of a server that
     vLLM updates by itself give wrong answers. These experts and answers are not compared, and the
     other servers' answers are compared with those of the trainer's own model. ``ways`` has each
-    way's server; one of them is ``native``.
+    way's server. ``native`` is updated without a bus, and ``gateway`` through a gateway.
     """
     model = bench.folder() / "model"
     address = await bench.broker()
@@ -246,7 +249,11 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
     urls = dict(zip(servers, booted, strict=True))
     alone = plan.device == "cuda" and plan.one_gpu
     ends = await raw_ends(bench, plan.device, made["size_bytes"], alone=alone, **_SLOW)
-    await trainer.ask("open", urls=urls[NATIVE])
+    over_http = {name: urls[name] for name in (NATIVE, GATEWAY) if name in urls}
+    if GATEWAY in urls:
+        reads = ("--allow-pickled-handles",) if plan.native == "ipc" else ()
+        over_http[GATEWAY] = [(await bench.gateway(address, group_of(GATEWAY), *reads))[0]]
+    await trainer.ask("open", urls=over_http)
     unpacked = plan.mixture and plan.device == "cpu"
     expected: tuple[int, ...] = ()
     if unpacked:

@@ -29,6 +29,7 @@ _LINE_BYTES: Final = 1 << 20
 # Per engine: a connection's two ends, a listening socket and one of ZeroMQ's own.
 _FILES_PER_ENGINE: Final = 4
 _FILES_SPARE: Final = 256
+_GATEWAY_S: Final = 120.0
 
 
 class BenchFailed(WavebusError):
@@ -206,6 +207,32 @@ class Bench(contextlib.AsyncExitStack):
     async def broker(self, **how: Any) -> str:
         """Starts a broker, and returns its address."""
         return str((await self.start("broker", **how))[1]["address"])
+
+    async def gateway(self, broker: str, group: str, *options: str) -> tuple[str, int]:
+        """Starts ``wavebus gateway`` before a group; returns its URL and its process's id.
+
+        Args:
+            broker: the broker's address.
+            group: the group.
+            options: further options of the command.
+
+        Raises:
+            BenchFailed: it has not started.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bus.cli.main", "gateway", "--broker", broker),
+            *("--group", group, "--listen", "127.0.0.1:0", "--log-level", "error", *options),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self.push_async_callback(kill, process)
+        assert process.stdout is not None
+        url = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GATEWAY_S):
+                url = (await process.stdout.readline()).decode().strip()
+        if not url:
+            raise BenchFailed("the gateway has not started")
+        return url, process.pid
 
 
 async def in_turn(

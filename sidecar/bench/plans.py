@@ -108,12 +108,13 @@ class EnginesPlan:
     dp_size: int = 1
     native_packed: bool | None = None
     cuda_graphs: bool = False
+    gateway: bool = False
 
     @property
     def over(self) -> str:
         """The transfer backend of the bus's updates: the requested one, or the engines' default."""
         if self.engine == "embedded" or self.dp_size > 1:
-            return self.backend or "shm"
+            return self.backend or ("gloo" if self.gateway else "shm")
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
     @property
@@ -222,6 +223,11 @@ class TransferBenchPlan(EnginesPlan):
     )
     tensors: int = option(
         40_000, "embedded: tensors of the model of many small ones.", min=20, max=100_000
+    )
+    gateway: bool = option(
+        False,
+        "Measure instead what a staged update through `wavebus gateway` takes, compared with "
+        "`agent.update_weights`.",
     )
 
 

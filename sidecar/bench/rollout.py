@@ -130,7 +130,7 @@ class RolloutBench:
     async def start_asking(self, group: str, urls: list[str]) -> None:
         """Starts a process for each way of sending requests that is possible here."""
         self._urls = {"client": list[str](), "bare": urls}
-        self._fronts = {"gateway": await gateway(self._bench, self._address, group)}
+        self._fronts = {"gateway": Front(*await self._bench.gateway(self._address, group))}
         if find_spec("vllm_router") is not None:
             self._fronts["router"] = await router(self._bench, urls)
         self._urls |= {way: [front.url] for way, front in self._fronts.items()}
@@ -283,22 +283,6 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
     figures |= await running.kill(engines, plan.kills)
     figures |= await running.prefix_hits(plan.rounds) if plan.vllm else {}
     return figures
-
-
-async def gateway(bench: Bench, broker: str, group: str) -> Front:
-    """Starts a gateway in front of a group."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bus.cli.main", "gateway", "--broker", broker, "--group", group),
-        *("--listen", "127.0.0.1:0", "--log-level", "error"),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    bench.push_async_callback(kill, process)
-    assert process.stdout is not None
-    async with asyncio.timeout(_BOOT_S):
-        url = (await process.stdout.readline()).decode().strip()
-    if not url:
-        raise BenchFailed("the gateway has not started")
-    return Front(url, process.pid)
 
 
 async def router(bench: Bench, urls: list[str]) -> Front:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.bench.fleet import NATIVE
 from sidecar.bench.harness import gb_per_s, in_turn, medians, say, title
 from sidecar.bench.streams import gaps_ms, longest_gap_ms, percentile, streaming
 
@@ -113,7 +112,7 @@ async def rounds_of(
         BenchFailed: a process died, or a request ended too early: without all its tokens, or before
             its update did.
     """
-    before = await engines.serves(NATIVE)
+    before = await engines.serves(next(iter(engines.urls)))
 
     async def raw_round() -> tuple[float, float]:
         return await engines.raw_ms(), await engines.copy_ms() if copy else 0.0

@@ -8,6 +8,11 @@ A trainer and three servers of one model (:mod:`sidecar.bench.fleet`). Rounds al
 - **bus**: the bus, with a backend of wavebus's.
 - **raw**: one broadcast of as many bytes between both GPUs, with nothing around it; no requests.
 
+With ``--gateway`` they are others, both staged:
+
+- **agent**: the bus, as above.
+- **gateway**: vLLM's own flow without pauses, through ``wavebus gateway`` to a server on the bus.
+
 In an update **tensors move** while the trainer puts or sends a chunk, and while the engine
 receives, verifies or loads one. The rest of the update's time is **control**: either other calls
 are under way (``control_asks_ms``), or none is (``control_idle_ms``: messages are being sent or
@@ -23,8 +28,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench import fleet, updates
-from sidecar.bench.fleet import BUS, NATIVE
-from sidecar.bench.harness import gb_per_s, median, say
+from sidecar.bench.fleet import AGENT, BUS, GATEWAY, NATIVE
+from sidecar.bench.gateway import compared
+from sidecar.bench.harness import BenchFailed, gb_per_s, median, say
 from sidecar.bench.transfer import covered_s
 from sidecar.bench.updates import under_load
 
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
     from sidecar.bench.updates import UpdateRound
 
 WAYS: Final = {"native": NATIVE, "bus_native": "bus_native", "bus": BUS}
+_STAGED: Final = {AGENT: BUS, GATEWAY: GATEWAY}
 # Calls by their names in `programs.vllm_server`; `put` and `send` are the trainer's.
 _MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"})
 
@@ -49,7 +56,7 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
         BenchFailed: a process died, or a request ended without all its tokens.
     """
     began_s = time.monotonic()
-    engines = await fleet.start_vllm(bench, plan, WAYS)
+    engines = await fleet.start_vllm(bench, plan, _STAGED if plan.gateway else WAYS)
     size_bytes, booted_s = engines.size_bytes, time.monotonic() - began_s
     say(f"booted in {booted_s:.0f} s: {size_bytes / 1e9:.2f} GB")
     measured = await updates.rounds_of(engines, plan, one_round, copy=False)
@@ -72,6 +79,8 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
     done, answer, _ = await under_load(engines, way, plan)
     calls = [*answer["calls"], *(await server.ask("taken_calls") if way != NATIVE else ())]
     found, phases_ms = window(calls, answer["since_s"], answer["until_s"])
+    if way in _STAGED and "swap" not in phases_ms:
+        raise BenchFailed(f"{way}: the update was not staged")
     done.phases_ms.update(phases_ms)
     control_ms = found["control_asks_ms"] + found["control_idle_ms"]
     done.figures.update(
@@ -126,18 +135,25 @@ def figures_of(
 
     Returns:
         For each way the medians of its updates. Then ``ratio_gap_…``: a way's longest token gap
-            divided by that of vLLM's own flow; and ``ratio_raw_…``: a way's transfer rate divided
-            by the broadcast's.
+            divided by that of the first way; and ``ratio_raw_…``: a way's transfer rate divided
+            by the broadcast's. With a gateway, what it adds
+            (:func:`sidecar.bench.gateway.compared`).
     """
     ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
     raw = gb_per_s(size_bytes, median(raw_ms))
     gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}
+    first, *others = ways
+    added = {}
+    if GATEWAY in rounds:
+        took_ms = ([done.figures["update_ms"] for done in rounds[way]] for way in _STAGED)
+        added = compared(*took_ms)
     return {
         **ways,
         "raw_ms": median(raw_ms),
         "raw_gb_per_s": raw,
-        **{f"ratio_gap_{way}": round(gaps_ms[way] / gaps_ms[NATIVE], 3) for way in [*WAYS][1:]},
-        **{f"ratio_raw_{way}": round(ways[way]["transfer_gb_per_s"] / raw, 3) for way in WAYS},
+        **{f"ratio_gap_{way}": round(gaps_ms[way] / gaps_ms[first], 3) for way in others},
+        **{f"ratio_raw_{way}": round(ways[way]["transfer_gb_per_s"] / raw, 3) for way in ways},
+        **added,
     }
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bus.cli.main import run
+from sidecar.bench.gateway import compared
 from sidecar.bench.transfer import covered_s
 from tests.support.procs import run_wavebus
 
@@ -31,6 +32,40 @@ def test_figures_agree_with_each_other() -> None:
     assert 0 < figures["lent_pause_ms"] < figures["lent_paused_ms"] < figures["lent_update_ms"]
     assert 0 < figures["pause_ms"] < figures["paused_ms"] < figures["update_ms"]
     assert 0 < figures["small_control_ms"] < figures["small_update_ms"]
+
+
+@pytest.mark.slow
+def test_a_gateway_and_the_agent_alternate() -> None:
+    """The command fails if an update was not staged, or if engines don't serve what was sent."""
+    answer = run_wavebus(
+        *("bench", "transfer", "--gateway", "--megabytes", "4", "--tensors", "300", "--json"),
+        *("--rounds", "2"),
+        timeout_s=900,
+    )
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout)
+    assert (figures["engines"], figures["backend"], figures["rounds"]) == (2, "gloo", 2)
+    assert figures["weights_arrived"]
+    for prefix, megabytes in (("", 4), ("small_", 1)):
+        assert figures[f"{prefix}megabytes"] == pytest.approx(megabytes, rel=0.3)
+        assert figures[f"{prefix}ratio_update_gateway"] > 0
+        agent, through = figures[f"{prefix}agent"], figures[f"{prefix}gateway"]
+        routes = [f"{each}_weight_update_ms" for each in ("start", "finish")]
+        assert 0 < through["update_weights_ms"] < through["update_ms"]
+        assert agent.keys() == through.keys() - {*routes, "update_weights_ms"}
+    assert figures["many_tensors"] == pytest.approx(300, rel=0.1)
+
+
+def test_each_turn_is_compared_by_itself() -> None:
+    """A host that is slow for a while slows both."""
+    found = compared([10.0, 100.0, 20.0], [11.0, 120.0, 20.0])
+    assert found == {"ratio_update_gateway": 1.1, "gateway_adds_ms": 1.0}
+
+
+def test_a_gateway_and_shared_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """A client of vLLM's routes has no such transport."""
+    assert run(["bench", "transfer", "--gateway", "--backend", "shm"]) == 2
+    assert "take gloo" in capsys.readouterr().err
 
 
 def test_moments_count_once() -> None:

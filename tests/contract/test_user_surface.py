@@ -64,6 +64,7 @@ from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
 from sidecar.bench import cli as bench_cli
 from sidecar.bench import control, fleet, harness, pause, transfer, updates
+from sidecar.bench import gateway as gateway_bench
 from sidecar.bench import rollout as rollout_bench
 from sidecar.bench.plans import ControlPlan, EnginesPlan
 from sidecar.bench.updates import Measured, UpdateRound
@@ -581,9 +582,17 @@ def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("pause --engine vllm", ask_json("bench", "pause", "--engine", "vllm", *json_and)),
         ("transfer", ask_json("bench", "transfer", *json_and)),
         ("transfer --backend gloo", ask_json("bench", "transfer", "--backend", "gloo", *json_and)),
+        ("transfer --gateway", ask_json("bench", "transfer", "--gateway", *json_and)),
         (
             "transfer --engine vllm",
             ask_json("bench", "transfer", "--engine", "vllm", "--device", "cpu", *json_and),
+        ),
+        (
+            "transfer --engine vllm --gateway",
+            ask_json(
+                *("bench", "transfer", "--engine", "vllm", "--gateway", "--device", "cpu"),
+                *json_and,
+            ),
         ),
         ("gap", ask_json("bench", "gap", "--picture", tmp_path / "a.png", *json_and)),
         (
@@ -660,14 +669,22 @@ def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
             memcpy=copy, two_memcpy=copy, update=update, size_bytes=1_000_000, tensors=1
         )
 
-    patch.setattr(transfer, "started", started)
+    async def updates_of(*_: Any) -> Any:
+        both = ("update_ms", "put_ms", "send_ms", "receive_ms", "load_ms", "swap_ms")
+        routes = ("start_weight_update_ms", "update_weights_ms", "finish_weight_update_ms")
+        rounds = {"agent": [dict.fromkeys(both, 1.0)]}
+        rounds["gateway"] = [dict.fromkeys((*both, *routes), 1.0)]
+        return {"megabytes": 1.0, "tensors": 1, "weights_arrived": True}, rounds
 
+    patch.setattr(transfer, "started", started)
+    patch.setattr(gateway_bench, "updates_of", updates_of)
     patch.setattr(fleet, "start_vllm", _updated_engines)
     patch.setattr(EnginesPlan, "check", lambda _: None)
 
 
-async def _updated_engines(*_: Any) -> Any:
-    return SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
+async def _updated_engines(*given: Any) -> Any:
+    ways = given[-1]
+    return SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="", ways=ways)
 
 
 def _quick_gap(patch: pytest.MonkeyPatch) -> None:
@@ -680,7 +697,7 @@ def _quick_gap(patch: pytest.MonkeyPatch) -> None:
         names["staged"] = [*names["paused"], *staged]
         if not copy:
             sent = [*moves, *control, "window_ms", "transfer_ms"]
-            names = dict.fromkeys(("native", "bus_native", "bus"), sent)
+            names = dict.fromkeys(engines.ways, sent)
         tokens = [(-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)]
         rounds = {
             way: [UpdateRound(dict.fromkeys(each, 20.0), (20.0, 20.0), 0, tokens, {"load": 1.0})]
@@ -705,13 +722,16 @@ def _quick_rollout(patch: pytest.MonkeyPatch) -> None:
     async def front(*_: Any) -> rollout_bench.Front:
         return rollout_bench.Front("", os.getpid())
 
+    async def gateway(*_: Any) -> tuple[str, int]:
+        return "", os.getpid()
+
     async def hits(*_: Any) -> int:
         return 1
 
     patch.setattr(rollout_bench.RolloutBench, "boot", boot)
     patch.setattr(rollout_bench.RolloutBench, "wave", wave)
     patch.setattr(rollout_bench, "router", front)
-    patch.setattr(rollout_bench, "gateway", front)
+    patch.setattr(harness.Bench, "gateway", gateway)
     patch.setattr(rollout_bench, "cache_hits", hits)
     patch.setattr(rollout_bench, "_KILL_AFTER_S", 0)
     patch.setattr(rollout_bench, "find_spec", lambda _: True)

@@ -215,12 +215,28 @@ class Served:
         return "tokens differ" if self.tokens != other.tokens else ""
 
 
-def tokens_of(endpoint: str, count: int, prompt: Sequence[int] = PROMPTS[0]) -> tuple[int, ...]:
-    """So many greedy tokens after ``prompt``."""
+def tokens_of(
+    endpoint: str, count: int, prompt: Sequence[int] = PROMPTS[0], *, adapter: str = ""
+) -> tuple[int, ...]:
+    """So many greedy tokens after ``prompt``, of the model or of an adapter."""
     sampling = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True}
-    body = {"token_ids": prompt, "sampling_params": sampling}
+    body = {
+        "token_ids": prompt,
+        "sampling_params": sampling,
+        **({"model": adapter} if adapter else {}),
+    }
     answer = _post(f"{endpoint}/inference/v1/generate", body)
     return tuple(answer["choices"][0]["token_ids"])
+
+
+def load_adapter(endpoint: str, name: str, folder: Path) -> None:
+    """Has vLLM load an adapter from a folder by itself."""
+    body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
+    request = urllib.request.Request(
+        f"{endpoint}/v1/load_lora_adapter", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_S):
+        pass
 
 
 def served(endpoint: str, count: int = TOKENS) -> Served:

@@ -6,7 +6,8 @@ Without a CASE, all. Starts a broker and the engines that the cases need, all at
 case is a trainer in a process of its own, with a log and a time limit, and the next runs whatever
 became of it. After each the engines must serve exactly what an engine of the same layout does that
 was freshly loaded from the same checkpoint: greedy tokens, and vLLM's own checksums of every
-tensor. Prints one table, and writes one JSON object per case; exits with 1 if any failed.
+tensor. An adapter must give the tokens that it gives when vLLM loads it from a folder. Prints one
+table, and writes one JSON object per case; exits with 1 if any failed.
 
 Two GPUs are needed, three for ``nccl-tp2``, four for ``shm-moe-dp4``; or one for all, with
 ``--one-gpu`` (:mod:`tests.gpu.one_gpu`): slower, and no measure of anything. With ``--device cpu``
@@ -34,11 +35,14 @@ from trainer_agent import TrainerAgent
 _MOE: Final = ("--enable-expert-parallel",)
 _FP8: Final = ("--quantization=fp8",)
 _GRAPHS: Final = step_graphs(1)
+_LORA: Final = ("--enable-lora", "--max-lora-rank=8", "--max-loras=4", "--max-cpu-loras=4")
 ENGINES: Final = (
     EngineSpec("one", "one", (1,)),
     EngineSpec("graphs", "graphs", (1,), args=_GRAPHS),
     EngineSpec("zero", "zero", (0,), args=("--enable-sleep-mode",)),
     EngineSpec("fp8", "fp8", (0,), args=_FP8),
+    EngineSpec("lora-zero", "lora-zero", (0,), everywhere=_LORA),
+    EngineSpec("lora-one", "lora-one", (1,), everywhere=_LORA),
     EngineSpec("pair-a", "pair", (1,)),
     EngineSpec("pair-b", "pair", (1,)),
     EngineSpec("split", "split", (0, 1)),
@@ -106,6 +110,11 @@ CASES: Final = {
     "gloo-tp2-staged": Case("split", "gloo", "staged", fresh="fresh-split"),
     "gloo-tp2": Case("split", "gloo", fresh="fresh-split"),
     "nccl-tp2": Case("wide", "nccl", gpus=3, fresh="fresh-split", cuda_only=True),
+    # The model itself stays as these engines have loaded it.
+    "ipc-adapter": Case(
+        "lora-zero", "ipc", "adapter", gpus=1, chunk_bytes=1 << 20, fresh="lora-zero"
+    ),
+    "nccl-adapter": Case("lora-one", "nccl", "adapter", chunk_bytes=1 << 20, fresh="lora-one"),
     "ipc-remade": Case("zero", "ipc", "remade", limit_s=75),
     "nccl-remade": Case("one", "nccl", "remade", limit_s=90),
     "nccl-killed": Case("one", "nccl", "killed", chunk_bytes=8 << 20, limit_s=75),
@@ -157,7 +166,8 @@ class Run:
         if case.what == "killed":
             del self.endpoints[specs[0].name]
             return found
-        expected = self.serves[specs[0].name] if case.what == "refused" else target
+        keeps = case.what in ("refused", "adapter")
+        expected = self.serves[specs[0].name] if keeps else target
         for spec in specs:
             self.serves[spec.name] = expected
             fresh = next(each for each in ENGINES if each.name == case.fresh)

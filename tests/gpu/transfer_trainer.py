@@ -11,7 +11,9 @@ import os
 import signal
 import statistics
 import subprocess
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ from safetensors.torch import load_file
 
 from bus.errors import WavebusError
 from tests.gpu import one_gpu
-from tests.gpu.serving import command, descendants, tokens_of
+from tests.gpu.serving import TOKENS, command, descendants, load_adapter, tokens_of
+from tests.support.adapters import make_adapter
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -30,7 +33,11 @@ if TYPE_CHECKING:
 
 WARM_UP = 2
 STAGED = 5
-CHOICES = ["update", "staged", "not-staged", "refused", "remade", "asleep-1", "asleep-2", "killed"]
+CHOICES = [
+    *("update", "staged", "not-staged", "adapter", "refused"),
+    *("remade", "asleep-1", "asleep-2", "killed"),
+]
+ADAPTER = "policy-lora"
 
 
 def used_mb() -> dict[str, float]:
@@ -138,6 +145,37 @@ async def not_staged(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> d
     if (report.how, bool(report.why_paused)) != ("paused", True):
         told["failure"] = "it says nothing of a pause"
     return told
+
+
+async def adapter(
+    agent: TrainerAgent, weights: dict[str, torch.Tensor], endpoint: str, device: str
+) -> dict[str, Any]:
+    """Two adapters of one name, which vLLM beside them loads from folders: equal tokens, which are
+    not those of the model, nor of the other adapter."""
+    base = {name: tensor.cpu().float() for name, tensor in weights.items()}
+    dtype = next(iter(weights.values())).dtype
+    seen = [tokens_of(endpoint, TOKENS)]
+    took, told = [], {}
+    for seed in (1, 2):
+        made = make_adapter(base, seed)
+        rounded = {name: tensor.to(dtype) for name, tensor in made.tensors.items()}
+        since_s = time.perf_counter()
+        sent = {name: tensor.to(device) for name, tensor in rounded.items()}
+        await agent.update_adapter(ADAPTER, sent, config=made.config)
+        took.append(round((time.perf_counter() - since_s) * 1000, 1))
+        with tempfile.TemporaryDirectory() as parent:
+            saved = replace(made, tensors=rounded).save(Path(parent) / "adapter")
+            await asyncio.to_thread(load_adapter, endpoint, f"file-{seed}", saved)
+            expected = tokens_of(endpoint, TOKENS, adapter=f"file-{seed}")
+        if tokens_of(endpoint, TOKENS, adapter=ADAPTER) != expected:
+            told["failure"] = f"adapter {seed}: other tokens than from its folder"
+        if expected in seen:
+            told["failure"] = f"adapter {seed} changes no token"
+        seen.append(expected)
+    report = agent.last_update
+    assert report is not None
+    size_mb = round(report.size_bytes / 1e6, 3)
+    return {"mb": size_mb, "chunks": report.chunks, "took_ms": took, **told}
 
 
 async def refused(agent: TrainerAgent, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -289,6 +327,8 @@ async def main() -> None:
                 found = await staged(agent, weights, [e.endpoint for e in engines], options.tokens)
             case "not-staged":
                 found = await not_staged(agent, weights)
+            case "adapter":
+                found = await adapter(agent, weights, engines[0].endpoint, options.device)
             case "refused":
                 found = await refused(agent, weights)
             case "remade":

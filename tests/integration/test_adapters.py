@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import EngineView, PauseMode, Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk
+    from sidecar.engine import Chunk, EngineInfo
 
 LIMIT_S = 120.0
 NAME = "policy-lora"
@@ -58,7 +59,8 @@ class Collects(StubEngine):
         chunks: how many chunks the last update had.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
         self.fails = False
         self.serves: float | None = None
         self.paused = False
@@ -71,6 +73,9 @@ class Collects(StubEngine):
         self._removes = False
         self._receiver = ChunkReceiver(torch.device("cpu"))
         self._manifest: Manifest | None = None
+
+    async def start(self) -> EngineInfo:
+        return replace(await super().start(), dp_rank=self._rank, dp_size=self._ranks)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.paused = True
@@ -401,6 +406,39 @@ def test_a_removal_that_all_engines_fail_is_undone() -> None:
                 await agent.remove_adapter(NAME)
             await engine.resumed.wait()
             assert engine.serves == 1.0
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_ranks_in_lockstep_keep_the_adapter_that_one_of_them_can_not_load() -> None:
+    """All of its DP group go back to the one before, and a lone engine has the new one. The next
+    one reaches all of them again, over a communicator of all three."""
+    zero, one, alone = ranks = Collects(0, 2), Collects(1, 2), Collects()
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(zero, broker=broker, name="moe-0", dp_group="moe"),
+            Sidecar(one, broker=broker, name="moe-1", dp_group="moe"),
+            Sidecar(alone, broker=broker, name="alone"),
+            TrainerAgent(broker, name="trainer", backend="gloo", chunk_bytes=32) as agent,
+        ):
+            await agent.wait_for_engines(3)
+            await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            assert [(each.serves, each.chunks) for each in ranks] == [(1.0, 2)] * 3
+            one.fails = True
+            zero.resumed.clear()
+            one.resumed.clear()
+            await agent.update_adapter(NAME, tensors(2.0), config=CONFIG)
+            await zero.resumed.wait()
+            await one.resumed.wait()
+            assert [each.serves for each in ranks] == [1.0, 1.0, 2.0]
+            one.fails = False
+            version = await agent.update_adapter(NAME, tensors(3.0), config=CONFIG)
+            assert [each.serves for each in ranks] == [3.0] * 3
+            views = await engines_of(agent)
+            assert {(view.version, view.phase) for view in views.values()} == {(version, "running")}
 
     run(scenario())
 

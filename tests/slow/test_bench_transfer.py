@@ -18,6 +18,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm]
 
 LIMIT_S = 900.0
+NATIVE_PAIR = ("--backend", "gloo", "--native-engine", "pair")
 WAYS = ("native", "bus_native", "bus")
 OF_VLLM = ("pause", "start", "finish", "resume")
 
@@ -27,7 +28,7 @@ def test_all_ways_alternate_in_one_run(tmp_path: Path) -> None:
     sent, and the figures agree with each other."""
     answer = run_wavebus(
         *("bench", "transfer", "--engine", "vllm", "--device", "cpu", "--model-size", "tiny"),
-        *("--backend", "gloo", "--native-engine", "pair", "--requests", "4", "--rounds", "2"),
+        *(*NATIVE_PAIR, "--requests", "4", "--rounds", "2"),
         *("--tokens", "300", "--logs", str(tmp_path / "logs"), "--json"),
         env=boot_environment(tmp_path),
         timeout_s=LIMIT_S,
@@ -66,3 +67,23 @@ def test_all_ways_alternate_in_one_run(tmp_path: Path) -> None:
     assert f"{made}PairWorkerEngine" in logs["native"]
     assert made not in logs["bus_native"]  # it is made by wavebus's factory
     assert f"{made}WavebusWeightTransferEngine" in logs["bus"]
+
+
+def test_a_gateway_and_the_agent_alternate(tmp_path: Path) -> None:
+    """Each has a server of its own, with a sidecar. The command fails if an update was not staged,
+    or a request lost tokens."""
+    answer = run_wavebus(
+        *("bench", "transfer", "--engine", "vllm", "--device", "cpu", "--model-size", "tiny"),
+        *("--gateway", *NATIVE_PAIR, "--requests", "4", "--rounds", "2", "--tokens", "300"),
+        "--json",
+        env=boot_environment(tmp_path),
+        timeout_s=LIMIT_S,
+    )
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout)
+    assert figures["weights_arrived"]
+    assert figures["ratio_update_gateway"] > 0
+    assert {"start", "update", "finish", "swap"} <= set(figures["gateway"]["phases_ms"])
+    assert {"put", "send", "receive", "swap"} <= set(figures["agent"]["phases_ms"])
+    for way in ("agent", "gateway"):
+        assert not {"pause", "resume"} & set(figures[way]["phases_ms"])

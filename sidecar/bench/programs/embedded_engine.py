@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 import bus.log
+from bus import vllm_payloads
 from bus.errors import WavebusError
 from bus.weight_transfer.checksum import checksums
+from bus.weight_transfer.formats import BroadcastChunk, encode
+from bus.weight_transfer.gloo import GlooReceiver
+from bus.weight_transfer.packing import packed_offsets
+from bus.weight_transfer.registry import register_receiver
 from sidecar.bench.programs.broadcast import MemoryCopy
 from sidecar.bench.programs.call_times import CallTimes
 from sidecar.embedded import EmbeddedEngine
@@ -26,10 +32,31 @@ if TYPE_CHECKING:
     from contextlib import AsyncExitStack
     from pathlib import Path
 
+    from bus.manifest import TensorMeta
     from bus.messages import Verify
+    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.engine import Chunk
 
 _LINE_BYTES: Final = 1 << 24  # a line may be a manifest of all tensors
+
+
+class ClientReceiver(GlooReceiver):
+    """Receives over gloo what a client of vLLM's routes sends, as ``nccl`` does in vLLM.
+
+    :class:`sidecar.bench.programs.embedded_trainer.HttpTrainer` is the other end.
+    """
+
+    def open(self, params: bytes, place: RankAssignment) -> None:
+        """Joins the client's communicator, whose number only the bus has given."""
+        info = vllm_payloads.decode_info(params)
+        super().open(bytes.fromhex(info["params"]), replace(place, communicator=0))
+
+    def receive(
+        self, tensors: tuple[TensorMeta, ...], handle: bytes
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Receives all tensors of a call; vLLM's client says nothing of its buffers."""
+        del handle
+        return super().receive(tensors, encode(BroadcastChunk(packed_offsets(tensors)[-1])))
 
 
 class TimedEngine(EmbeddedEngine):
@@ -46,6 +73,8 @@ class TimedEngine(EmbeddedEngine):
         """Receives a chunk, and records the call."""
         with self._calls.record("receive"):
             await super().receive(chunk)
+        if vllm_payloads.is_loaded_on_receipt(chunk.backend):
+            await self.load(chunk.seq)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Loads a chunk, and records the call."""
@@ -127,6 +156,7 @@ async def embedded_engine(
         options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
     """
     bus.log.configure(level="warning", json=True)
+    register_receiver(vllm_payloads.native_name("nccl"), ClientReceiver)
     torch.set_num_threads(1)  # as `wavebus sidecar` does by default
     if ranks > 1:
         options["dp"] = DataParallel(ranks, rank, master, group, broker=broker, bus_group=group)

@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+import aiohttp
 import torch
 
 from bus.errors import WavebusError
 from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
 from bus.weight_transfer.registry import make_sender
 from sidecar.bench.programs.broadcast import MemoryCopy
+from sidecar.bench.programs.call_times import CallTimes
 from sidecar.bench.programs.measured_agent import BOOT_S, MeasuredAgent, TimedSender
 from sidecar.engine import Chunk
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
@@ -163,6 +165,71 @@ class DirectTrainer:
             raise WavebusError(f"{call}: {said}")
 
 
+class HttpTrainer:
+    """Updates engines through a gateway, as clients of vLLM's ``nccl`` do.
+
+    All tensors are in one call, and one broadcast by wavebus's gloo takes the place of NCCL's.
+
+    Args:
+        url: the gateway's URL.
+        plan: the tensors of an update, in one chunk.
+    """
+
+    def __init__(self, url: str, plan: UpdatePlan) -> None:
+        self._http = aiohttp.ClientSession(url)
+        self._sender = make_sender("gloo", buffers=1)
+        self._size_bytes = plan.buffer_bytes(self._sender)
+        self._described = {
+            "names": [each.name for each in plan.metas],
+            "dtype_names": [each.dtype for each in plan.metas],
+            "shapes": [list(each.shape) for each in plan.metas],
+        }
+        self._calls = CallTimes()
+        self._version = 0
+
+    async def open(self) -> None:
+        """Makes a communicator with all engines."""
+        async with self._http.get("/get_world_size", raise_for_status=True) as answer:
+            size = 1 + (await answer.json())["world_size"]
+        world = World(0, size, "127.0.0.1")
+        params = await asyncio.to_thread(self._sender.open, self._size_bytes, world)
+        info = {"rank_offset": 1, "world_size": size, "params": params.hex()}
+        await asyncio.gather(
+            self._post("init_weight_transfer_engine", {"init_info": info}),
+            asyncio.to_thread(self._sender.meet),
+        )
+
+    async def update(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Makes one update; ``tensors`` are in the plan's order."""
+        self._version += 1
+        self._calls.take()
+        since_s = time.monotonic()
+        await self._post("start_weight_update")
+        await asyncio.gather(
+            self._post("update_weights", {"update_info": self._described}),
+            asyncio.to_thread(self._send, tensors),
+        )
+        await self._post("finish_weight_update", {"weight_version": str(self._version)})
+        return {"since_s": since_s, "until_s": time.monotonic(), "calls": self._calls.take()}
+
+    def _send(self, tensors: Sequence[torch.Tensor]) -> None:
+        with self._calls.record("put"):
+            self._sender.put(0, tensors)
+        with self._calls.record("send"):
+            self._sender.transfer(0)
+
+    async def _post(self, route: str, body: dict[str, Any] | None = None) -> None:
+        with self._calls.record(route):
+            async with self._http.post(f"/{route}", json=body) as answer:
+                if not answer.ok:
+                    raise WavebusError(f"{route}: {await answer.text()}")
+
+    async def close(self) -> None:
+        """Closes the connections and the sender."""
+        await self._http.close()
+        self._sender.close()
+
+
 class EmbeddedTrainer:
     """Sends a model to embedded engines again and again, without training it."""
 
@@ -179,30 +246,46 @@ class EmbeddedTrainer:
         self._copy = MemoryCopy.of_bytes(self._plan.size_bytes)
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
-    async def open(self, engines: int, backend: str = "", sockets: Sequence[str] = ()) -> None:
-        """Waits for engines on the bus; connects to engines without a bus by ``sockets``."""
+    async def open(
+        self, engines: int, backend: str = "", sockets: Sequence[str] = (), gateway: str = ""
+    ) -> None:
+        """Waits for engines on the bus, and connects to those that others reach.
+
+        Args:
+            engines: how many engines of this trainer's group to wait for.
+            backend: the backend of the engines without a bus.
+            sockets: the sockets of the engines without a bus.
+            gateway: the URL of the gateway of another group; empty: there is none.
+        """
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
             self._direct = DirectTrainer(ends, backend, self._plan, packed=self._packed)
             self._stack.callback(self._direct.close)
             await self._direct.open()
+        if gateway:
+            self._http = HttpTrainer(gateway, self._plan)
+            self._stack.push_async_callback(self._http.close)
+            await self._http.open()
 
     def memcpy_ms(self) -> float:
         """Copies the model's number of bytes within CPU memory; returns the time in ms."""
         return self._copy.took_ms()
 
     async def update(
-        self, how: How | Literal["native"], *, clear_cache: bool = True
+        self, how: How | Literal["native", "gateway"], *, clear_cache: bool = True
     ) -> dict[str, Any]:
         """Makes one update, and returns its times.
 
-        ``native`` is without the bus (:meth:`DirectTrainer.update`), and the other ways use the
-        bus (:meth:`MeasuredAgent.measured_update`).
+        ``native`` is without the bus (:meth:`DirectTrainer.update`), ``gateway`` over HTTP
+        (:meth:`HttpTrainer.update`), and the other ways use the bus
+        (:meth:`MeasuredAgent.measured_update`).
         """
         if how == "native":
             tensors = [tensor.detach() for _, tensor in self._source]
             return await self._direct.update(tensors, clear_cache=clear_cache)
+        if how == "gateway":
+            return await self._http.update([tensor.detach() for _, tensor in self._source])
         return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
 
 

@@ -96,7 +96,8 @@ class NativeUpdate:
         weights: the weights to send.
         gpus: the servers' GPUs, for the engine ``ipc``, which needs the weights on each of them.
         packed: whether tensors are packed into buffers to send them; None: vLLM's default.
-        clear_cache: whether requests recompute their keys and values.
+        clear_cache: whether requests recompute their keys and values; None: without a pause, for a
+            gateway, which stages the update then.
 
     Raises:
         UsageError: vLLM has no such trainer engine, or ``packed`` does not apply to it.
@@ -110,7 +111,7 @@ class NativeUpdate:
         *,
         gpus: Sequence[str],
         packed: bool | None,
-        clear_cache: bool,
+        clear_cache: bool | None,
     ) -> None:
         self._clear_cache = clear_cache
         self._client = NativeClient(urls)
@@ -134,11 +135,14 @@ class NativeUpdate:
         if self._copies:
             self._copies.prepare()
         since_s = time.monotonic()
-        client.pause(clear_cache=self._clear_cache)
-        try:
+        if self._clear_cache is None:
             self._trainer.send_weights()
-        finally:
-            client.resume()
+        else:
+            client.pause(clear_cache=self._clear_cache)
+            try:
+                self._trainer.send_weights()
+            finally:
+                client.resume()
         until_s = time.monotonic()
         calls = client.calls.take()
         # From the begin of the first call that receives chunks to the end of the last.

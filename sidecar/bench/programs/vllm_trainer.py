@@ -112,8 +112,13 @@ class VllmTrainer:
         size_bytes = sum(each.numel() * each.element_size() for each in self._weights.values())
         self.hello = {"size_bytes": size_bytes, "tensors": len(self._weights)}
 
-    async def open(self, urls: Sequence[str]) -> None:
-        """Opens transports to all servers, with a bus or without; waits for engines to join."""
+    async def open(self, urls: dict[str, list[str]]) -> None:
+        """Opens transports to all servers, with a bus or without; waits for engines to join.
+
+        Args:
+            urls: by way, the URLs that vLLM's own client calls: of the servers without a bus, or of
+                a gateway.
+        """
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
         bus_device, groups, engine = given["bus_device"], given["groups"], given["native_engine"]
@@ -131,12 +136,13 @@ class VllmTrainer:
             NativeUpdate,
             gpus=given["gpus"],
             packed=given["native_packed"],
-            clear_cache=given["clear_cache"],
         )
         in_thread = anyio.to_thread.run_sync
-        self._others: dict[str, NativeUpdate | BusNative] = {
-            "native": await in_thread(native, urls, engine, self._weights)
-        }
+        self._others: dict[str, NativeUpdate | BusNative] = {}
+        for way, called in urls.items():
+            clear_cache = given["clear_cache"] if way == "native" else None
+            update = functools.partial(native, called, engine, self._weights)
+            self._others[way] = await in_thread(functools.partial(update, clear_cache=clear_cache))
         if "bus_native" in groups:
             theirs = TrainerAgent(given["broker"], group=groups["bus_native"], name="theirs")
             await self._stack.enter_async_context(theirs)
@@ -148,12 +154,13 @@ class VllmTrainer:
         """Makes one update, and returns its times.
 
         Args:
-            way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with vLLM's trainer
-                engine; ``paused`` or ``staged``: the bus, with a backend of wavebus's.
+            way: ``native``: vLLM's own, over HTTP; ``gateway``: the same, through a gateway;
+                ``bus_native``: the bus, with vLLM's trainer engine; ``paused``, ``staged`` or
+                ``agent``: the bus, with a backend of wavebus's; ``agent`` is staged.
         """
         if way in self._others:
             return dict(await anyio.to_thread.run_sync(self._others[way].update))
-        how: How = "staged" if way == "staged" else "paused"
+        how: How = "staged" if way in ("staged", "agent") else "paused"
         clear_cache = self._settings["clear_cache"]
         return await self._ours.measured_update(self._sent, how=how, clear_cache=clear_cache)
 
