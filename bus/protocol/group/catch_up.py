@@ -69,6 +69,16 @@ class GroupVersion:
         self.value = 0
         self.is_committed = False
         self.assigned: tuple[str, int] = ("", 0)
+        self._assigned_adapter = False  # whether that update is of an adapter alone
+        self._of_model = 0  # the last commit that brought weights of the model
+
+    @property
+    def of_model(self) -> int:
+        """From which version on engines have the model's weights that the group serves.
+
+        Later commits brought adapters alone. A restarted broker does not know, until a commit.
+        """
+        return self._of_model if self.is_committed else self.value
 
     def assign(self, arm: Arm, members: Iterable[Peer], session: TrainerSession) -> int:
         """Assigns the version of an update: above the group's, and above its engines'.
@@ -98,10 +108,13 @@ class GroupVersion:
             gap = crc32(arm.update_id.encode()) % LARGEST_GAP if outlived and not last_id else 0
             version = max(self.value, version, arm.version, *above) + 1 + gap
         self.assigned = (arm.update_id, version)
+        self._assigned_adapter = bool(adapter_of(arm.backend))
         return version
 
     def on_commit(self, version: int) -> None:
         """Records that this version was committed."""
+        is_adapter = self._assigned_adapter and version == self.assigned[1]
+        self._of_model = self.of_model if is_adapter else version
         self.value = max(self.value, version) if self.is_committed else version
         self.is_committed = True
 

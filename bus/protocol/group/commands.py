@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
+from bus.lora import adapter_of
 from bus.protocol.core.failures import Failure, decline, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.group import catch_up
@@ -336,14 +337,18 @@ class Commands:
             raise decline(
                 m.NackCode.ENGINE_ASLEEP, f"the group is {sleep.value}", hint="send WAKE first"
             )
-        members = self._members(message.scope)
+        members, registry = self._members(message.scope), self._state.registry
         if message.communicator:
             self._require_communicator(message.communicator, members)
         manifest = manifest_of(message)
         if message.scope:
             catch_up.require_same_version(message, self._state.version)
         elif message.target == "draft":
-            self._require_current(members)
+            self._require_no_stale(registry.stale(members, self._state.version))
+        elif adapter_of(message.backend):
+            # A quarantined engine stays so, whatever comes.
+            whole = [name for name in members if not registry.is_quarantined(name)]
+            self._require_no_stale(registry.older(whole, self._state.served.of_model))
         if message.default_quorum and not message.scope and self._state.registry.is_disaggregated():
             message = replace(message, quorum=0)
         groups = len(set(members.values()))
@@ -370,19 +375,18 @@ class Commands:
         arming = self._state.update.arm(asked, members, now_ms, staging)
         return self._ask(msg_id, m.Step.ARM, arming)
 
-    def _require_current(self, members: Iterable[str]) -> None:
-        """Checks that all engines serve the group's version, before an update of their drafts.
+    def _require_no_stale(self, stale: list[str]) -> None:
+        """Checks, before an update of drafts or adapters, that no engine has older model weights.
 
-        A draft's update gets a version, too, which must mean the same model weights everywhere.
+        Such an update gets a version, too, which must mean the same model weights everywhere.
         """
-        stale = self._state.registry.stale(members, self._state.version)
         if stale:
             raise decline(
                 m.NackCode.WRONG_STATE,
                 f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
                 stale[0],
                 field="target",
-                hint="update the model first, then its draft",
+                hint="update the model first, then its draft or adapters",
             )
 
     def _chunk(

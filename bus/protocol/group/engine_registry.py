@@ -421,6 +421,10 @@ class EngineRegistry:
         """Returns which of these engines don't serve the version, by name."""
         return sorted(name for name in names if self.engines[name].version != version)
 
+    def older(self, names: Iterable[str], version: int) -> list[str]:
+        """Returns which of these engines serve an earlier version, by name."""
+        return sorted(name for name in names if self.engines[name].version < version)
+
     def facts(self, names: Iterable[str]) -> dict[str, EngineFacts]:
         """Returns, by name, the facts of these engines; leaves out those that are not present."""
         engines = ((name, self.engines.get(name)) for name in sorted(names))

@@ -24,7 +24,7 @@ from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts, peer
-from tests.unit.bus._scene import Scene
+from tests.unit.bus._scene import Scene, code_of
 
 if TYPE_CHECKING:
     from tests.sim.engine import SimEngine
@@ -340,3 +340,35 @@ def test_one_that_the_canary_has_named_is_not_brought_the_same_weights() -> None
     scene.update(8)
     assert scene.settled().version == 2
     assert scene.running() == {"e0", "e1", "e2"}
+
+
+def restarts(scene: Scene, name: str) -> None:
+    """With the weights and adapters that it boots with."""
+    scene.engine(name).leave()
+    scene.world.restart_engine(name)
+    assert scene.world.run_until(scene.world.has_joined)
+
+
+def test_an_adapter_s_update_is_no_commit_of_old_weights() -> None:
+    """An engine that lacks the model's last update is not at the version that an adapter gives."""
+    scene = Scene(1, 1)
+    scene.update()
+    assert scene.settled().version == 1
+    restarts(scene, "e1")
+    scene.trainer.run(scene.trainer.remove("a"))
+    assert code_of(scene.settled()) is NackCode.WRONG_STATE
+    assert scene.versions() == {"e0": 1, "e1": 0}
+    scene.update(8)
+    assert scene.settled().version == 2
+    scene.trainer.run(scene.trainer.remove("a"))
+    assert scene.settled().version == 3
+
+
+def test_who_restarts_takes_adapters_where_the_model_is_never_updated() -> None:
+    """What it has booted with is what the others serve."""
+    scene = Scene(1, 1)
+    for name in ("a", "b"):
+        scene.trainer.run(scene.trainer.remove(name))
+        version = scene.settled().version
+        assert scene.versions() == {"e0": version, "e1": version}
+        restarts(scene, "e1")
