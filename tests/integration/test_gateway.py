@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -75,6 +77,13 @@ class Gateway:
 def gateway(bus: Bus) -> Gateway:
     bus.sidecar("e0")
     bus.sidecar("e1")
+    return Gateway(bus)
+
+
+@pytest.fixture
+def lone(bus: Bus) -> Gateway:
+    """With one engine."""
+    bus.sidecar("e0")
     return Gateway(bus)
 
 
@@ -185,6 +194,70 @@ def test_a_folder_is_not_sent_within_an_update(
     assert gateway.get("/weight_info") == {"weight_version": "default"}
     assert gateway.call("/update_weights", {"weight_dir": folder})[0] == 200
     assert gateway.get("/weight_info") == {"weight_version": folder}
+
+
+def test_another_clients_folder_ends_no_update(
+    gateway: Gateway, changed: Callable[[int], str]
+) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    first = HTTPConnection(host, int(port))
+    first.request("POST", "/start_weight_update")
+    assert first.getresponse().read()
+    status, answer = gateway.call("/update_weights", {"weight_dir": changed(3)})
+    assert (status, "is under way" in message(answer)) == (409, True)
+    first.request("POST", "/finish_weight_update")
+    assert first.getresponse().status == 200
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(
+            ("/update_weights", {"update_info": {"names": names, "dtype_names": d, "shapes": s}})
+            for names, d, s in (
+                (["x"], ["float32"], [[None, 4]]),
+                (["x"], ["float32"], ["4"]),
+                (["x"], ["float32"], [[-4]]),
+                (["x"], ["float32"], [[2**70]]),
+                (["x"], [["float32"]], [[4]]),
+                ([["x"]], ["float32"], [[4]]),
+                (["\ud800"], ["float32"], [[4]]),
+                (["x", "y"], ["float32"], [[4]]),
+            )
+        ),
+        ("/update_weights", {"weight_dir": "/", "update_info": {}}),
+        ("/finish_weight_update", {"weight_version": "v\ud800"}),
+        ("/collective_rpc", {"method": "skyrl_wake_for_weight_sync", "kwargs": 3}),
+        ("/collective_rpc", {"method": "skyrl_wake_for_weight_sync", "kwargs": {"tags": 3}}),
+        (f"/sleep?level={'9' * 5000}", None),
+    ],
+)
+def test_what_can_not_be_read_is_400(lone: Gateway, path: str, body: Any) -> None:
+    if path == "/update_weights":
+        assert lone.call("/start_weight_update")[0] == 200
+    status, answer = lone.call(path, body)
+    assert status == 400, answer
+    assert lone.call("/resume")[0] == 200
+
+
+def test_a_pause_that_the_bus_has_ended_is_none(bus: Bus) -> None:
+    """A broker that starts again has resumed the engines; the next pause is one."""
+    bus.sidecar("e0")
+    gateway = Gateway(bus)
+    assert gateway.call("/pause?mode=keep")[0] == 200
+    bus.broker.kill()
+    bus.broker = bus.start_broker(bus.address)
+    deadline_s = time.monotonic() + 60
+    while gateway.get("/is_paused") == {"is_paused": True}:
+        assert time.monotonic() < deadline_s, gateway.phases()
+    assert gateway.call("/resume") == (200, {"status": "resumed"})
+    while gateway.call("/pause?mode=keep")[0] != 200:
+        assert time.monotonic() < deadline_s
+    assert gateway.phases() == {"paused"}
+    assert gateway.get("/is_paused") == {"is_paused": True}
+    assert gateway.call("/resume")[0] == 200
+    assert gateway.phases() == {"running"}
 
 
 def test_an_adapter_that_is_not_there_yet_is_not_found(gateway: Gateway, tmp_path: Path) -> None:

@@ -103,6 +103,53 @@ def test_a_call_that_was_cut_is_repeated_and_then_its_broadcast_ends(
     run(checkpoint, scenario)
 
 
+def test_who_begins_anew_gets_nothing_of_a_broadcast_that_was_cut(checkpoint: Checkpoint) -> None:
+    """Its client is in it still, and calls nothing again: a communicator brings the tensors of
+    whoever sends first."""
+
+    async def scenario(served: Fleet) -> None:
+        before, cut_off = served.weights, perturbed(served.weights, 3)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        sending = asyncio.create_task(served.client.send(cut_off))
+        engine = served.engines[0]
+        engine.hold("arm")
+        body = {"update_info": described(cut_off)}
+        cut = asyncio.create_task(served.client.call("/update_weights", body))
+        await engine.reached.wait()
+        cut.cancel()
+        await asyncio.wait([cut])
+        engine.may_go.set()
+        while "is under way" in (answer := await served.client.call("/start_weight_update"))[1]:
+            pass  # until the gateway hears of the cut
+        assert answer[0] == 200, answer[1]
+        body = {"update_info": described(perturbed(before, 4))}
+        status, text = await served.client.call("/update_weights", body)
+        assert (status, "init_weight" in text) == (409, True), text
+        await served.assert_serve(before)
+        status, text = await served.other.init()
+        assert status == 200, text
+        await asyncio.wait([sending])
+        assert sending.exception() is not None  # the engines have left its communicator
+        await served.assert_serve(before)
+
+    run(checkpoint, scenario)
+
+
+def test_who_comes_after_a_client_that_is_gone_begins_with_init(checkpoint: Checkpoint) -> None:
+    """As a trainer that was killed and starts again does."""
+
+    async def scenario(served: Fleet) -> None:
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        status, text = await served.other.init()
+        assert (status, "is under way" in text) == (409, True), text
+        await served.client.close()
+        while (answer := await served.other.init())[0] == 409:
+            pass  # until the gateway hears of it
+        assert answer[0] == 200, answer[1]
+
+    run(checkpoint, scenario)
+
+
 @pytest.mark.parametrize("why", ["dtype", "unread", "nobody"])
 def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, why: str

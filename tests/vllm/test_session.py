@@ -253,7 +253,8 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
         assert engine.armed is armed
     engine.armed = ArmedUpdate(known, "model", first)
     assert engine.rearm(again) == StagingCapacity(8)
-    assert engine.armed == ArmedUpdate(known, "model", then)
+    armed = engine.armed
+    assert (armed.announced, armed.target, armed.staging) == (known, "model", then)
     engine._receiver.receiver.room_bytes = 4
     with pytest.raises(EngineError, match="chunk 0 takes 64 bytes"):
         engine.rearm(again)

@@ -15,7 +15,7 @@ the middle of it::
                                                      has a label
     STARTED    a folder is sent           FAILED     refused: a folder is an update by itself
     STARTED    silence                    FAILED     nothing was begun on the bus
-    STARTED    init, shutdown             FAILED     the same
+    STARTED    init, shutdown             DONE       the same
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
     LOADING    a call fails, or its       FAILED     ABORT; engines serve what they had
                client disconnects
@@ -139,10 +139,12 @@ class ClientUpdates:
             await agent.close_native()
 
     async def _undo(self, agent: GatewayAgent, why: str) -> None:
-        if update := self._open_update():
+        update = self._open_update()
+        if update is not None and not agent.has_update:
+            self._update, self._has_finished = None, True
+        elif update is not None:
             update.fail(why)
-            if agent.has_update:
-                await agent.undo_native()
+            await agent.undo_native()
 
     # -- updates ----------------------------------------------------------------------
 
@@ -205,6 +207,8 @@ class ClientUpdates:
             await agent.receive_native(described)
         except BaseException as error:
             update.fail(str(error) or "its client disconnected")
+            if update.left:
+                error.add_note(update.left)
             if isinstance(error, asyncio.CancelledError) and not entered:
                 self._broadcasts.is_stranded = agent.has_broadcasts
             raise
