@@ -299,7 +299,10 @@ def _no_route(path: str) -> str:
     for prefix, instead in _UNSERVED.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return f"{prefix} is not served here: {instead}"
-    return f"{path:.200} is not served here; `wavebus gateway --help` lists the routes"
+    return (
+        f"{path:.200} is not served here. A gateway with --read-only has no routes that pause or "
+        "update; docs/gateway.md and docs/rollouts.md list all"
+    )
 
 
 def _joined(deltas: list[TokenDelta]) -> TokenDelta:

@@ -364,6 +364,6 @@ class _Blamed:
         if len(self._died) >= _POISONED:
             names = ", ".join(sorted(name for name, *_ in self._died))
             raise RequestPoisoned(
-                f"request {self._request_id}: {names} died while they ran it, so no other engine "
+                f"request {self._request_id}: {names} failed while they ran it, so no other engine "
                 f"gets it; the last: {self.last}"
             )

@@ -46,14 +46,20 @@ async def encode(tokenizer: Any, text: str, field: str, most: int) -> list[int]:
         most: the greatest number of tokens that the model takes; 0: unknown.
 
     Raises:
-        UsageError: the text has more tokens. It is not tokenized to its end.
+        UsageError: the text has more tokens: it is not tokenized to its end. Or the tokenizer does
+            not take it.
     """
     return await in_thread(_encode, tokenizer, text, field, most)
 
 
 def _encode(tokenizer: Any, text: str, field: str, most: int) -> list[int]:
-    check_length(tokenizer, text, field, most)
-    return list(tokenizer.encode(text))
+    try:
+        check_length(tokenizer, text, field, most)
+        return list(tokenizer.encode(text))
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a tokenizer raises
+        raise UsageError(f"{field}: the tokenizer does not take it: {error}") from error
 
 
 def check_length(tokenizer: Any, text: str, field: str, most: int) -> None:

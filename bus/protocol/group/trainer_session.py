@@ -89,7 +89,7 @@ class TrainerSession:
                 f"heard {now_ms - old.last_heard_ms:.0f} ms ago",
                 field="group",
                 peer=old.name,
-                hint="stop it, or wait until the bus has missed it",
+                hint="stop it; if it is dead, wait until its peer timeout is over",
             )
         if old is None:
             self.epoch += 1

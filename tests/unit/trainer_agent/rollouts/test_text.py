@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from bus.errors import UsageError
-from trainer_agent.rollouts.text import HfTokenizer, check_length, flat_messages, name_token
+from trainer_agent.rollouts.text import HfTokenizer, check_length, encode, flat_messages, name_token
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,11 @@ def test_a_long_text_is_tokenized_up_to_the_model_s_length() -> None:
     with pytest.raises(UsageError, match=r"^prompt: more than the 100000 tokens"):
         check_length(tokenizer, "x" * 10**6, "prompt", 100_000)
     assert tokenizer.read < 2 * 10**5
+
+
+def test_a_text_that_the_tokenizer_does_not_take_is_the_callers_fault() -> None:
+    """One of words, with a word that it lacks and no token for such."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"yes": 0}, unk_token="<unk>"))
+    with pytest.raises(UsageError, match=r"^prompt: the tokenizer does not take it"):
+        asyncio.run(encode(model, "no", "prompt", 0))
