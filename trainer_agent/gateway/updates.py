@@ -139,12 +139,11 @@ class ClientUpdates:
             await agent.close_native()
 
     async def _undo(self, agent: GatewayAgent, why: str) -> None:
-        update = self._open_update()
-        if update is not None and not agent.has_update:
-            self._update, self._has_finished = None, True
-        elif update is not None:
-            update.fail(why)
+        if agent.has_update:
+            self._on_undone(why)
             await agent.undo_native()
+        elif self._open_update() is not None:
+            self._update, self._has_finished = None, True
 
     # -- updates ----------------------------------------------------------------------
 
