@@ -36,10 +36,9 @@ def collective_rpc(
     """
     if method != operations.PERFORM or not kwargs:
         return original(core, method, timeout, args, kwargs)
-    text = kwargs["operation"]
-    operation = operations.decode(text) if len(text) <= _MOST_CHARS else None
-    if isinstance(operation, _FREEING):
-        used = msgspec.structs.replace(operation, in_use=_in_use(core))
+    freeing = _freeing(kwargs.get("operation", ""))
+    if freeing is not None:
+        used = msgspec.structs.replace(freeing, in_use=_in_use(core))
         kwargs = {**kwargs, "operation": operations.encode(used)}
     done = original(core, method, timeout, args, kwargs)
     held = done[0].get("adapters") if done else None
@@ -61,6 +60,17 @@ def missing(core: Any, request: Any) -> str:
         return ""
     ours = lora.lora_path.startswith(ADAPTER_PATHS)
     return f"the adapter {lora.lora_name} was removed" if ours else ""
+
+
+def _freeing(text: str) -> operations.SettleAdapter | operations.DropAdapters | None:
+    """Returns the operation, if it frees adapters. Workers refuse what is no operation."""
+    if len(text) > _MOST_CHARS:
+        return None
+    try:
+        operation = operations.decode(text)
+    except (ValueError, msgspec.MsgspecError):
+        return None
+    return operation if isinstance(operation, _FREEING) else None
 
 
 def _in_use(core: Any) -> tuple[str, ...]:
