@@ -617,7 +617,7 @@ def test_one_engine_that_a_request_kills_again_and_again_is_spared() -> None:
 
     async def main() -> None:
         async with clients_of(dies) as client:
-            with pytest.raises(RequestPoisoned, match="e0, e0 died"):
+            with pytest.raises(RequestPoisoned, match="e0, e0 failed"):
                 await client.generate(PROMPT, {"max_tokens": 5})
 
     run(main())
@@ -728,7 +728,7 @@ def test_what_kills_two_engines_is_sent_to_no_third() -> None:
     async def main() -> None:
         dies = then(cut=True)
         async with clients_of(dies, dies, last) as client:
-            with pytest.raises(RequestPoisoned, match="e0, e1 died"):
+            with pytest.raises(RequestPoisoned, match="e0, e1 failed"):
                 await client.generate(PROMPT, {"max_tokens": 5})
 
     run(main())

@@ -260,12 +260,12 @@ def test_what_no_engine_can_do_is_said_so_that_no_client_asks_again() -> None:
             http.post(f"{url}/v1/completions", json=body) as response,
         ):
             assert (response.status, response.headers["x-should-retry"]) == (500, "false")
-            assert "e0, e1 died" in (await response.json())["error"]["message"]
+            assert "e0, e1 failed" in (await response.json())["error"]["message"]
         begins = then(event(78), cut=True)
         async with fronts_of(begins, begins) as url:
             *pieces, last = await events(f"{url}/v1/completions", body)
             assert [each["choices"][0]["token_ids"] for each in pieces] == [[78], [78]]
-            assert "e0, e1 died" in last["error"]["message"]
+            assert "e0, e1 failed" in last["error"]["message"]
 
     run(main())
 
