@@ -43,7 +43,13 @@ class RankProcess:
         self._ids = itertools.count(1)
 
     async def start(
-        self, size: int, rpc_port: int, model: Path, coordinator: str, env: dict[str, str]
+        self,
+        size: int,
+        rpc_port: int,
+        model: Path,
+        coordinator: str,
+        env: dict[str, str],
+        **engine: object,
     ) -> None:
         reading, writing = os.pipe()
         with self.log.open("wb") as log:
@@ -55,6 +61,7 @@ class RankProcess:
                 "os.execv(sys.executable, [sys.executable, '-m', 'tests.vllm._dp_rank', "
                 "*sys.argv[1:]])",
                 *map(str, (self.rank, size, rpc_port, model, coordinator)),
+                json.dumps(engine),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -141,10 +148,13 @@ class Pair:
         """Tell both at once, and wait for both."""
         return await asyncio.gather(*(rank.do(verb, **args) for rank in self.ranks))
 
-    async def begin(self, rank: int, count: int, prompt: Sequence[int] = PROMPT) -> str:
+    async def begin(
+        self, rank: int, count: int, prompt: Sequence[int] = PROMPT, *, adapter: str = ""
+    ) -> str:
         """Send a request, and wait until the front end has it; its name."""
         name = f"r{next(self._names)}"
-        await self.ranks[rank].do("generate", name=name, count=count, prompt=list(prompt))
+        asked = {"name": name, "count": count, "prompt": list(prompt), "adapter": adapter}
+        await self.ranks[rank].do("generate", **asked)
         return name
 
     async def until(self, rank: int, name: str, count: int) -> None:
@@ -228,14 +238,18 @@ def front_ends_wake() -> bool:
 
 
 async def boot_pair(
-    folder: Path, model: Path, coordinator: str, env: dict[str, str] | None = None
+    folder: Path,
+    model: Path,
+    coordinator: str,
+    env: dict[str, str] | None = None,
+    **engine: object,
 ) -> Pair:
-    """Boot two ranks; their logs lie in ``folder``."""
+    """Boot two ranks, with these arguments of the engine; their logs lie in ``folder``."""
     environment = {**boot_environment(folder), "WAVEBUS_DP_COORDINATOR": coordinator, **(env or {})}
     ranks = [RankProcess(rank, folder / f"rank{rank}.log") for rank in range(2)]
     rpc_port = free_port()
     for rank in ranks:
-        await rank.start(2, rpc_port, model, coordinator, environment)
+        await rank.start(2, rpc_port, model, coordinator, environment, **engine)
     pair = Pair(ranks, coordinator)
     try:
         await asyncio.gather(*(rank.booted() for rank in ranks))

@@ -1,6 +1,8 @@
 """One rank of a data parallel group: an ``AsyncLLM`` behind its adapter, told what to do.
 
-    python -m tests.vllm._dp_rank RANK SIZE RPC_PORT MODEL COORDINATOR
+    python -m tests.vllm._dp_rank RANK SIZE RPC_PORT MODEL COORDINATOR ARGS
+
+ARGS are further arguments of the engine, in JSON.
 
 Orders are JSON lines on stdin, ``{"call": 3, "verb": "pause", "args": {…}}``; answers are
 JSON lines on descriptor 3, in the order in which things are done. Call 0 is the boot.
@@ -19,6 +21,7 @@ from typing import IO, Any
 
 from sidecar import Sidecar
 from sidecar.shared_pages.pause_lease import PauseLease, deadline_ns
+from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.vllm._vllm import AGAIN_S, PROMPT, engine_args
 
@@ -34,6 +37,7 @@ class Rank:
         self._engine = engine
         self._answers = answers
         self._tokens: dict[str, list[int]] = {}
+        self._spans: dict[str, list[tuple[int, int, int]]] = {}
         self._rejected: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -51,15 +55,17 @@ class Rank:
         else:
             self.say(call, began_s, ok=True, out=out)
 
-    async def do_generate(self, name: str, count: int, prompt: list[int] | None = None) -> None:
+    async def do_generate(
+        self, name: str, count: int, prompt: list[int] | None = None, adapter: str = ""
+    ) -> None:
         """Begin a request, which is on its way when this returns; see ``tokens``, ``count``."""
         self._tokens[name] = []
-        task = asyncio.create_task(self._generate(name, count, prompt or PROMPT))
+        task = asyncio.create_task(self._generate(name, count, prompt or PROMPT, adapter))
         self._tasks[name] = task
         while not task.done() and name not in await self._engine.request_ids():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    async def _generate(self, name: str, count: int, prompt: list[int]) -> None:
+    async def _generate(self, name: str, count: int, prompt: list[int], adapter: str) -> None:
         from vllm import SamplingParams  # noqa: PLC0415 - after the environment is set
         from vllm.exceptions import RetryableRequestError  # noqa: PLC0415
 
@@ -67,10 +73,16 @@ class Rank:
             temperature=0.0, max_tokens=count, detokenize=False, ignore_eos=True
         )
         asked = {"prompt_token_ids": prompt}
+        lora = self._engine.lora_request(adapter) if adapter else None
         while True:
             try:
-                async for output in self._llm.generate(asked, params, name):
-                    self._tokens[name] = list(output.outputs[0].token_ids)
+                async for output in self._llm.generate(asked, params, name, lora_request=lora):
+                    last = output.outputs[0]
+                    self._tokens[name] = list(last.token_ids)
+                    self._spans[name] = [
+                        (parse_version(each.version), each.start, each.end)
+                        for each in last.weight_versions
+                    ]
             except RetryableRequestError:  # a pause has rejected it: it is sent again
                 self._rejected.add(name)
                 await asyncio.sleep(AGAIN_S)
@@ -88,6 +100,11 @@ class Rank:
         """All its tokens, once it has ended."""
         await self._tasks[name]
         return self._tokens[name]
+
+    async def do_spans(self, name: str) -> list[tuple[int, int, int]]:
+        """Which version each of its tokens is of, once it has ended."""
+        await self._tasks[name]
+        return self._spans[name]
 
     async def do_give_up(self, name: str) -> None:
         await self._llm.abort(name)
@@ -171,14 +188,16 @@ class Rank:
         }
 
 
-async def main(rank: int, size: int, rpc_port: int, model: str, coordinator: str) -> None:
+async def main(
+    rank: int, size: int, rpc_port: int, model: str, coordinator: str, extra: str
+) -> None:
     from vllm.config import WeightTransferConfig  # noqa: PLC0415 - slow, and not the driver's
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
     began_s = time.monotonic()
     args = {
-        **engine_args(Path(model)),
+        **engine_args(Path(model), **json.loads(extra)),
         "weight_transfer_config": WeightTransferConfig(backend="wavebus"),
         "data_parallel_size": size,
         "data_parallel_rank": rank,
@@ -208,4 +227,4 @@ async def main(rank: int, size: int, rpc_port: int, model: str, coordinator: str
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(int, sys.argv[1:4]), *sys.argv[4:6]))  # type: ignore[arg-type]
+    asyncio.run(main(*map(int, sys.argv[1:4]), *sys.argv[4:7]))  # type: ignore[arg-type]

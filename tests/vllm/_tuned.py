@@ -6,6 +6,8 @@
 - Whoever waits for a message through shared memory sleeps between two looks. vLLM only
   yields for the first second, so that four workers and cores in lockstep take two processors
   from each other, and from everybody else.
+- Experts may do without adapters: with ``--enable-lora`` vLLM chooses kernels for them that a CPU
+  does not have, even if adapters are for other modules alone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from typing import Any
 
 REST_MS = "WAVEBUS_TESTS_REST_MS"
+PLAIN_EXPERTS = "WAVEBUS_TESTS_PLAIN_EXPERTS"
 LOOK_AGAIN_S = 0.0001
 
 
@@ -25,6 +28,20 @@ def register() -> None:
     rest_s = float(os.environ.get(REST_MS, "0")) / 1000
     if rest_s:
         _rest_after_steps(rest_s)
+    if os.environ.get(PLAIN_EXPERTS) == "1":
+        _keep_experts_plain()
+
+
+def _keep_experts_plain() -> None:
+    from vllm.model_executor.layers.fused_moe import config  # noqa: PLC0415 - as below
+
+    kind: Any = config.FusedMoEConfig
+    init = kind.__init__
+
+    def plain(self: Any, *args: Any, **fields: Any) -> None:
+        init(self, *args, **{**fields, "is_lora_enabled": False})
+
+    kind.__init__ = plain
 
 
 def _sleep_while_waiting() -> None:
