@@ -233,6 +233,20 @@ def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused
     assert engine.said[-4:] == [*mended, f"start {target}"]
 
 
+def test_a_transport_is_for_no_adapter_of_the_one_before() -> None:
+    """Or a model's manifest would be checked as an adapter's, or not at all."""
+    from sidecar.vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - it needs vLLM
+
+    _, engine = made()
+    opened = []
+    type(engine)._open = lambda _, operation: opened.append(operation.backend)  # as vLLM's own
+    engine._opening, engine._adapters = threading.Lock(), LoraAdapters(None)
+    engine._incoming, engine._adapters.outgoing = object(), "tuned"
+    engine.open_transfer(operations.Open("vllm:nccl", b"", 0, 3, 1))
+    assert opened == ["vllm:nccl"]
+    assert (engine._incoming, engine._adapters.outgoing) == (None, "")
+
+
 def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     """Of the model; and the transport, which may be another by now, has room for it."""
     from bus.weight_transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch

@@ -321,14 +321,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             EngineError: the transport can't be opened.
         """
         with self._opening:  # an earlier sidecar's open goes on until its deadline
-            self._incoming = None
+            self._incoming, self._adapters.outgoing = None, ""  # vLLM's own transports have none
             self._open(operation)
         return self._receiver.prefetch_depth
 
     def _open(self, operation: operations.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        backend, params, self._incoming = operation.backend, operation.params, None
+        backend, params = operation.backend, operation.params
         if self._adapters.opens_removal(backend):
             return
         if adapter := adapter_of(backend):
