@@ -39,7 +39,7 @@ LONG_CLASSES = {
     "EmbeddedEngine": 402,
     "EngineCore": 364,
     "EnginePause": 270,
-    "EngineRegistry": 352,
+    "EngineRegistry": 353,
     "EngineSession": 441,
     "EngineUpdate": 393,
     "Group": 333,

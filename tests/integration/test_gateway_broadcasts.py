@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tests.support.broadcasts import BroadcastEngine
     from tests.support.checkpoints import Checkpoint
 
 
@@ -25,6 +26,24 @@ def wrong(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One tensor has a name that no model knows, and all are of no version."""
     *kept, (_, last) = perturbed(weights, 99).items()
     return dict([*kept, ("unknown", last)])
+
+
+async def cut_while_checked(
+    served: Fleet, weights: Mapping[str, Tensor]
+) -> tuple[asyncio.Task[None], BroadcastEngine, Any]:
+    """Cuts the call of an update while an engine checks it; its client is in the broadcast.
+
+    Returns the client's broadcast, the engine, which waits until it may go on, and the call's body.
+    """
+    sending = asyncio.create_task(served.client.send(weights))
+    engine = served.engines[0]
+    engine.hold("arm")
+    body = {"update_info": described(weights)}
+    cut = asyncio.create_task(served.client.call("/update_weights", body))
+    await engine.reached.wait()
+    cut.cancel()
+    await asyncio.wait([cut])
+    return sending, engine, body
 
 
 def test_the_broadcast_of_a_refused_update_ends_and_the_next_needs_no_init(
@@ -85,14 +104,7 @@ def test_a_call_that_was_cut_is_repeated_and_then_its_broadcast_ends(
     async def scenario(served: Fleet) -> None:
         bad = wrong(served.weights)
         assert (await served.client.call("/start_weight_update"))[0] == 200
-        sending = asyncio.create_task(served.client.send(bad))
-        engine = served.engines[0]
-        engine.hold("arm")
-        body = {"update_info": described(bad)}
-        cut = asyncio.create_task(served.client.call("/update_weights", body))
-        await engine.reached.wait()
-        cut.cancel()
-        await asyncio.wait([cut])
+        sending, engine, body = await cut_while_checked(served, bad)
         repeated = asyncio.create_task(served.client.call("/update_weights", body))
         engine.may_go.set()
         status, text = await repeated
@@ -110,14 +122,7 @@ def test_who_begins_anew_gets_nothing_of_a_broadcast_that_was_cut(checkpoint: Ch
     async def scenario(served: Fleet) -> None:
         before, cut_off = served.weights, perturbed(served.weights, 3)
         assert (await served.client.call("/start_weight_update"))[0] == 200
-        sending = asyncio.create_task(served.client.send(cut_off))
-        engine = served.engines[0]
-        engine.hold("arm")
-        body = {"update_info": described(cut_off)}
-        cut = asyncio.create_task(served.client.call("/update_weights", body))
-        await engine.reached.wait()
-        cut.cancel()
-        await asyncio.wait([cut])
+        sending, engine, _ = await cut_while_checked(served, cut_off)
         engine.may_go.set()
         while "is under way" in (answer := await served.client.call("/start_weight_update"))[1]:
             pass  # until the gateway hears of the cut

@@ -265,7 +265,7 @@ class ControlRoutes:
 
     async def _call_all(self, http: web.Request) -> Answer:
         body = await _body(http)
-        method, kwargs = body.get("method"), _part({"kwargs": {}, **body}, "kwargs")
+        method, kwargs = body.get("method"), _part({"kwargs": body.get("kwargs") or {}}, "kwargs")
         if method == "skyrl_sleep_for_weight_sync":
             await self._group.sleep(1, "keep")
         elif method == "skyrl_wake_for_weight_sync":

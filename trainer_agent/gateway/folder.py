@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -119,11 +118,10 @@ class _File:
             raise self._changed()
 
     def _check(self, name: str, tensor: _Tensor) -> None:
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None:
+        if tensor.dtype not in _DTYPES:
             raise UsageError(f"{self._path}: {name}: dtype {tensor.dtype} is not sent")
         begin, end = tensor.data_offsets
-        size = math.prod(tensor.shape) * getattr(torch, dtype).itemsize
+        size = TensorMeta(name, _DTYPES[tensor.dtype], tensor.shape).size_bytes
         if min(tensor.shape, default=0) < 0 or begin < 0 or end - begin != size:
             raise UsageError(f"{self._path}: {name}: its shape and its bytes contradict each other")
         if self._begin + end > self._state[1]:

@@ -74,7 +74,10 @@ class ClientGroup:
         if self._session.agent is None:
             return
         async with self._session.call() as agent:
-            await self._session.release(agent, "engines were resumed before it was finished")
+            if agent.is_paused or self._session.is_loading:
+                await self._session.release(agent, "engines were resumed before it was finished")
+                return
+            await agent.resume()  # of a pause that the bus has ended
             status = await agent.group_status()
             engines = status.engines if status else ()
             if engines and all(each.phase in _OUT for each in engines):

@@ -346,9 +346,7 @@ class Commands:
         elif message.target == "draft":
             self._require_no_stale(registry.stale(members, self._state.version))
         elif adapter_of(message.backend):
-            # A quarantined engine stays so, whatever comes.
-            whole = [name for name in members if not registry.is_quarantined(name)]
-            self._require_no_stale(registry.older(whole, self._state.served.of_model))
+            self._require_no_stale(registry.older(members, self._state.served.of_model))
         if message.default_quorum and not message.scope and self._state.registry.is_disaggregated():
             message = replace(message, quorum=0)
         groups = len(set(members.values()))

@@ -422,8 +422,9 @@ class EngineRegistry:
         return sorted(name for name in names if self.engines[name].version != version)
 
     def older(self, names: Iterable[str], version: int) -> list[str]:
-        """Returns which of these engines serve an earlier version, by name."""
-        return sorted(name for name in names if self.engines[name].version < version)
+        """Returns which of these engines are whole and of an earlier version, by name."""
+        whole = {*names} - self.quarantined.keys()
+        return sorted(name for name in whole if self.engines[name].version < version)
 
     def facts(self, names: Iterable[str]) -> dict[str, EngineFacts]:
         """Returns, by name, the facts of these engines; leaves out those that are not present."""
