@@ -273,7 +273,7 @@ def test_two_prefill_engines_that_die_of_a_request_poison_it() -> None:
         dies = then(cut=True)
         engines = Engine("prefill", dies), Engine("prefill", dies), Engine("decode")
         async with fleet_of(*engines) as fleet:
-            with pytest.raises(RequestPoisoned, match="p0, p1 died"):
+            with pytest.raises(RequestPoisoned, match="p0, p1 failed while they ran it"):
                 await fleet.generate()
         assert not engines[2].asked
 
