@@ -24,6 +24,7 @@ from bus.messages import (
     PlanTransfer,
     Role,
     Routes,
+    RoutesRequest,
     StaleEngines,
     Status,
     StatusRequest,
@@ -32,6 +33,7 @@ from bus.messages import (
 )
 from bus.messages.codec import encode_body
 from bus.protocol.core.config import min_lease_ms
+from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.peer import PeerClient
 from trainer_agent.failures import require_process, silent_broker, silent_engines
@@ -92,6 +94,7 @@ class Connection:
         self.kept_version: Callable[[], int] = lambda: 0
         self.on_stale: Callable[[StaleEngines], None] = lambda _stale: None
         self.on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None
+        self._followed_routes = FollowedRoutes()
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # steps of all engines, in order
@@ -280,8 +283,11 @@ class Connection:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
             self.on_stale(message)
-        elif isinstance(message, Routes):
-            self.on_routes(envelope.group, message)
+        elif (routes := self._followed_routes.receive(envelope, message)) is not None:
+            if isinstance(routes, RoutesRequest):
+                self._require_peer().send(routes)
+            else:
+                self.on_routes(envelope.group, routes)
         if type(message) is Nack and message.code is NackCode.PEER_LOST and not envelope.reply_to:
             self.lost_rank = message
         future = self._answers.get(envelope.reply_to or _refused_unread(message, self._steps))

@@ -31,8 +31,17 @@ from bus.cli.router_workers import RouterWorkers
 from bus.cli.status import NO_GROUP, groups_of
 from bus.errors import BusTimeout, refusal
 from bus.keys import silence_hint
-from bus.messages import Envelope, Message, Routes, RoutesTaken, Status, StatusRequest
+from bus.messages import (
+    Envelope,
+    Message,
+    Routes,
+    RoutesRequest,
+    RoutesTaken,
+    Status,
+    StatusRequest,
+)
 from bus.net import check_url
+from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.core.link import LinkState
 from bus.runtime.event_loop import run
 from bus.runtime.peer import PeerClient, default_name
@@ -105,14 +114,19 @@ async def _follow(
     ended = asyncio.Event()
     joined = asyncio.Event()
 
+    followed = FollowedRoutes()
+
     def on_message(envelope: Envelope, message: Message) -> None:
-        if isinstance(message, Routes):
+        routes = followed.receive(envelope, message)
+        if isinstance(routes, RoutesRequest):
+            peer.send(routes)
+        elif routes is not None:
             if plan.group not in (None, envelope.group):
                 return
             with contextlib.suppress(BrokenPipeError):  # _watch_output ends the command
-                _print(envelope.group, message, as_json=as_json)
+                _print(envelope.group, routes, as_json=as_json)
             if workers is not None:
-                workers.on_routes(envelope.group, message)
+                workers.on_routes(envelope.group, routes)
         elif isinstance(message, Status) and workers is not None:
             workers.on_status(message)
 

@@ -83,6 +83,8 @@ MESSAGES: Final = (
     MessageEntry(status.StatusRequest, "STATUS_REQUEST", _ALL),
     MessageEntry(status.Status, "STATUS"),
     MessageEntry(status.Routes, "ROUTES"),
+    MessageEntry(status.RoutesChange, "ROUTES_CHANGE"),
+    MessageEntry(status.RoutesRequest, "ROUTES_REQUEST", ("observer", "scheduler")),
     MessageEntry(status.RoutesTaken, "ROUTES_TAKEN", ("observer", "scheduler")),
     MessageEntry(replies.Ack, "ACK", _ENGINE),
     MessageEntry(replies.Nack, "NACK", _ALL),

@@ -189,12 +189,41 @@ class Route:
 class Routes(Message):
     """Broker to observers and schedulers: the routable engines of the envelope's group.
 
-    All of them serve ``version``. ``revision`` grows with each change, until the broker restarts.
+    All of them serve ``version``. ``revision`` grows by one with each change, until the broker
+    restarts. A watcher gets them once when it has joined, and for a ROUTES_REQUEST.
     """
 
     version: Count
     engines: Annotated[tuple[Route, ...], Meta(max_length=16_384)]
     revision: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesChange(Message):
+    """Broker to observers and schedulers: how the routes of the envelope's group have changed.
+
+    It changes the routes of the revision before ``revision``; a group that is new to the watcher
+    had revision 0, without engines. A watcher that has other routes asks for all of them by
+    ROUTES_REQUEST.
+
+    Attributes:
+        version: the version that all routable engines serve.
+        revision: of the routes with this change.
+        came: the engines that became routable, or whose entry is another one.
+        gone: the names of the engines that are no longer routable.
+    """
+
+    version: Count
+    revision: Count
+    came: Annotated[tuple[Route, ...], Meta(max_length=16_384)]
+    gone: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesRequest(Message):
+    """Watcher to broker: send the ROUTES of this group, because a change was lost."""
+
+    group: Name
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,9 @@ class Broker:
         if isinstance(message, m.RoutesTaken):
             watched = self.groups.get(message.group)
             return watched.routing.on_taken(peer.name, message.revision) if watched else []
+        if isinstance(message, m.RoutesRequest):
+            watched = self.groups.get(message.group)
+            return watched.tell_routes((peer.route,)) if watched else []
         if isinstance(message, m.Nack):
             if peer.role == "engine" and group is not None and message.step:
                 return group.on_nack(peer.name, message, now_ms)

@@ -24,6 +24,7 @@ stays stale.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
@@ -71,6 +72,7 @@ class GroupVersion:
         self.assigned: tuple[str, int] = ("", 0)
         self._assigned_adapter = False  # whether that update is of an adapter alone
         self._of_model = 0  # the last commit that brought weights of the model
+        self._reports = _Reports()
 
     @property
     def of_model(self) -> int:
@@ -126,27 +128,62 @@ class GroupVersion:
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
 
-    def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
+    def on_report(self, registry: EngineRegistry, engine: Peer, *, is_lost: bool = False) -> None:
         """Computes the version from the engines' reports, unless a commit has set it.
 
         Args:
             registry: the group's engines, with the versions that they report.
-            reporter: the engine that has just reported; empty: none.
+            engine: the engine that has joined, reported another version or left. Each such change
+                must be reported, because only this engine's DP group is counted again.
+            is_lost: whether it has left.
         """
-        if self.is_committed or not registry.engines:
+        if self.is_committed or engine.facts is None:
             return
-        reports: dict[str, int] = {}
-        uncounted: set[str] = set()
-        for peer in registry.engines.values():
-            assert peer.facts is not None
-            dp_group = peer.facts.dp_group
-            reports[dp_group] = min(reports.get(dp_group, peer.version), peer.version)
-            if peer.facts.closed or not peer.joined_epoch:
-                uncounted.add(dp_group)
-        counted = sorted(reports[each] for each in reports.keys() - uncounted or reports)
-        before, self.value = self.value, counted[(len(counted) - 1) // 2]
+        dp_group = engine.facts.dp_group
+        self._reports.record(dp_group, registry.ranks(dp_group))
+        if not registry.engines:
+            return
+        before, self.value = self.value, self._reports.median()
         if self.value < before:
-            registry.on_version_fell(before, reporter)
+            registry.on_version_fell(before, "" if is_lost else engine.name)
+
+
+class _Reports:
+    """Counts DP groups by the version that they report; one report moves one DP group.
+
+    ``_counted`` has the DP groups that count in the median, ``_uncounted`` the others.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[Counter[int], int]] = {}  # by DP group: where it is counted
+        self._counted: Counter[int] = Counter()
+        self._uncounted: Counter[int] = Counter()
+
+    def record(self, dp_group: str, ranks: Iterable[Peer]) -> None:
+        """Counts a DP group by what its ranks report now; without ranks, no more."""
+        if dp_group in self._of:
+            counter, version = self._of.pop(dp_group)
+            counter[version] -= 1
+            if not counter[version]:
+                del counter[version]
+        reports = [(peer.version, peer.facts, peer.joined_epoch) for peer in ranks]
+        if not reports:
+            return
+        is_new = any(not epoch or (facts and facts.closed) for _, facts, epoch in reports)
+        counter = self._uncounted if is_new else self._counted
+        version = min(version for version, _, _ in reports)
+        counter[version] += 1
+        self._of[dp_group] = (counter, version)
+
+    def median(self) -> int:
+        """Returns the lower median of the versions; there must be a DP group."""
+        counter = self._counted or self._uncounted
+        before = (counter.total() - 1) // 2  # how many DP groups are below the median
+        for version in sorted(counter):
+            before -= counter[version]
+            if before < 0:
+                break
+        return version
 
 
 def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:

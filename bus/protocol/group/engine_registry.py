@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import Ack, EngineFacts, Heartbeat, Phase, Target
+    from bus.protocol.core.failures import Declined
     from bus.protocol.core.membership import Peer
 
 
@@ -116,6 +117,37 @@ class EngineRecord:
     incomplete: bool = False
 
 
+def _routed_by(peer: Peer, record: EngineRecord) -> tuple[object, ...]:
+    """Returns what the routes depend on, of one engine."""
+    facts = peer.facts
+    assert facts is not None
+    place = (facts.dp_group, facts.dp_size, facts.endpoint, facts.limits, facts.pd_role)
+    is_out = peer.phase in UNROUTABLE or bool(peer.overdue)
+    record_out = (record.quarantined is not None, record.not_admitting, record.incomplete)
+    return (*place, peer.version, is_out, *record_out)
+
+
+def _why_nobody(registry: EngineRegistry, group: str) -> Declined:
+    """Returns the error of a request to a group in which no engine is ready."""
+    for name, facts in registry.facts(registry.engines).items():
+        if registry.is_incomplete(name):
+            there = len(registry.dp_peers(name))
+            return wrong_state(
+                f"DP group {facts.dp_group} has {there} of {facts.dp_size} ranks",
+                hint="a pause of some ranks would wedge them; start the others",
+            )
+    for name, peer in sorted(registry.engines.items()):
+        if peer.overdue:
+            return wrong_state(f"{name} has not answered {peer.overdue} yet")
+    if registry.engines or registry.departed:
+        code, detail = NackCode.EMPTY_GROUP, f"every engine of group {group} is gone"
+        hint = "start sidecars, and wait_for_engines"
+    else:
+        code, detail = NackCode.UNKNOWN_GROUP, f"no engine has joined group {group!r}"
+        hint = "check --group of the sidecars, and wait_for_engines"
+    return decline(code, detail, field="group", hint=hint)
+
+
 class EngineRegistry:
     """Holds the engines of one group, by name.
 
@@ -125,13 +157,17 @@ class EngineRegistry:
     Attributes:
         engines: the engines that are present.
         departed: why each engine left, without those that rejoined; :data:`DEPARTED_KEPT` at most.
-        changes: grows only with changes after which the routes of all engines must be computed.
+        changes: grows with each change after which an engine may have to leave the routes, so that
+            the routes must be computed at once.
+        additions: grows with each change that can only add engines to the routes, so that computing
+            the routes may wait for further ones.
     """
 
     def __init__(self, group: str) -> None:
         self.engines: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}
         self.changes = 0
+        self.additions = 0
         self._records: dict[str, EngineRecord] = {}  # by name, as engines
         self._ranks: dict[str, set[str]] = {}  # the names of each DP group
         self._group = group
@@ -140,14 +176,17 @@ class EngineRegistry:
 
     def add(self, peer: Peer, *, joined_late: bool) -> None:
         """Adds an engine that joined or rejoined; ``joined_late``: during a pause or an update."""
-        self.changes += 1
-        is_new = peer.name not in self.engines
+        facts = peer.facts
+        assert facts is not None
+        is_new, changes = peer.name not in self.engines, self.changes
+        before = None if is_new else _routed_by(self.engines[peer.name], self._records[peer.name])
+        # Without a complete DP group before it, a new engine can't put others out of the routes.
+        ranks = () if facts.dp_size == 1 else self._ranks.get(facts.dp_group, ())
+        only_adds = is_new and all(self._records[name].incomplete for name in ranks)
         record = self._records.setdefault(peer.name, EngineRecord())
         record.joined_late |= joined_late and is_new
         self.engines[peer.name] = peer
         self.departed.pop(peer.name, None)
-        facts = peer.facts
-        assert facts is not None
         self._ranks.setdefault(facts.dp_group, set()).add(peer.name)
         record.pause_unknown = peer.phase == "pause_unknown"
         self._check_dp_group(facts)
@@ -161,6 +200,8 @@ class EngineRegistry:
         if peer.phase == "updating":  # in an earlier broker's update
             self.on_unknown_update(peer.name)
         self._check_admission(record, peer.phase, closed=facts.closed)
+        self.additions += only_adds
+        self.changes = changes + (not only_adds and before != _routed_by(peer, record))
 
     def remove(self, peer: Peer, reason: str) -> bool:
         """Removes an engine that has left; returns False if it is unknown or was replaced."""
@@ -182,7 +223,9 @@ class EngineRegistry:
     def on_heartbeat(self, peer: Peer, beat: Heartbeat) -> bool:
         """Records an engine's heartbeat; returns whether its version has changed."""
         is_new = peer.version != beat.version
-        self.changes += is_new or (peer.phase in UNROUTABLE) != (beat.phase in UNROUTABLE)
+        was_out, is_out = peer.phase in UNROUTABLE, beat.phase in UNROUTABLE
+        self.changes += is_new or (is_out and not was_out)
+        self.additions += was_out and not is_out
         peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
         self.on_phase(peer.name, beat.phase, closed=beat.closed)
         return is_new
@@ -204,7 +247,7 @@ class EngineRegistry:
         after = _PHASE_AFTER_STAGED if staged else _PHASE_AFTER
         was_out = peer.phase in UNROUTABLE
         peer.phase = _PHASE_FOUND.get(ack.outcome) or after.get(ack.step, peer.phase)
-        self.changes += was_out and peer.phase not in UNROUTABLE
+        self.additions += was_out and peer.phase not in UNROUTABLE
 
     def on_overdue(self, name: str, step: Step, now_ms: float, waited_ms: float) -> None:
         """Marks an engine that has not answered ``step`` in time as overdue."""
@@ -215,7 +258,7 @@ class EngineRegistry:
     def on_answered(self, peer: Peer) -> None:
         """Ends the overdue state of an engine that has answered."""
         peer.overdue = ""
-        self.changes += 1
+        self.additions += 1
 
     # -- pauses and updates ---------------------------------------------------------
 
@@ -240,7 +283,7 @@ class EngineRegistry:
         record = self._records.get(name)
         if record is not None and record.not_admitting:
             record.not_admitting = False
-            self.changes += 1
+            self.additions += 1
 
     def on_version_fell(self, version: int, reporter: str) -> None:
         """Records that the group no longer serves ``version``, but an older one.
@@ -351,6 +394,10 @@ class EngineRegistry:
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
+    def ranks(self, dp_group: str) -> list[Peer]:
+        """Returns the engines of a DP group that are present, in no order."""
+        return [self.engines[name] for name in self._ranks.get(dp_group, ())]
+
     def dp_peers(self, name: str) -> list[str]:
         """Returns the ranks of an engine's DP group that are present, including the engine."""
         facts = self.engines[name].facts
@@ -392,25 +439,7 @@ class EngineRegistry:
         }
         if members:
             return members
-        for name, record in sorted(self._records.items()):
-            if record.incomplete:
-                facts = self.engines[name].facts
-                assert facts is not None
-                there = len(self._ranks[facts.dp_group])
-                raise wrong_state(
-                    f"DP group {facts.dp_group} has {there} of {facts.dp_size} ranks",
-                    hint="a pause of some ranks would wedge them; start the others",
-                )
-        for name, peer in sorted(self.engines.items()):
-            if peer.overdue:
-                raise wrong_state(f"{name} has not answered {peer.overdue} yet")
-        if self.engines or self.departed:
-            code, detail = NackCode.EMPTY_GROUP, f"every engine of group {self._group} is gone"
-            hint = "start sidecars, and wait_for_engines"
-        else:
-            code, detail = NackCode.UNKNOWN_GROUP, f"no engine has joined group {self._group!r}"
-            hint = "check --group of the sidecars, and wait_for_engines"
-        raise decline(code, detail, field="group", hint=hint)
+        raise _why_nobody(self, self._group)
 
     def kept_paused(self) -> frozenset[str]:
         """Returns the engines whose DP group has a rank that is quarantined or overdue."""
@@ -460,7 +489,8 @@ class EngineRegistry:
 
     def _check_admission(self, record: EngineRecord, phase: Phase, *, closed: bool) -> None:
         if closed or phase in _SERVES:
-            self.changes += record.not_admitting != closed
+            self.changes += closed and not record.not_admitting
+            self.additions += record.not_admitting and not closed
             record.not_admitting = closed
 
     def _check_dp_group(self, facts: EngineFacts) -> None:

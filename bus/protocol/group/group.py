@@ -109,7 +109,7 @@ class Group(GroupState):
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
         self.run = self.run or (peer.facts.run if peer.facts else "")
-        self.served.on_report(self.registry, peer.name)
+        self.served.on_report(self.registry, peer)
         return [
             *self.dp_groups.on_rank_joined(peer),
             *self._introduce(peer),
@@ -131,7 +131,7 @@ class Group(GroupState):
         """Removes a lost or leaving engine from the group, its pause and its update."""
         if not self.registry.remove(peer, failure.detail):
             return []
-        self.served.on_report(self.registry)
+        self.served.on_report(self.registry, peer, is_lost=True)
         effects = self.dp_groups.on_rank_lost(peer, failure.detail, now_ms)
         effects += self.apply(self.update.on_lost(peer.name, failure, now_ms), now_ms)
         effects += self.apply(self.sleep.on_lost(peer.name, failure), now_ms)
@@ -141,7 +141,7 @@ class Group(GroupState):
     def on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         """Records a heartbeat, and ends what an earlier pause or update left at the engine."""
         if self.registry.on_heartbeat(peer, beat):
-            self.served.on_report(self.registry, peer.name)
+            self.served.on_report(self.registry, peer)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
         effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
@@ -377,12 +377,18 @@ class Group(GroupState):
 
     def review(self, effects: list[Effect], watchers: Watchers, now_ms: float) -> list[Effect]:
         """Sends changed routes to watchers; may hold messages to engines that left the routes."""
-        routes = self.routing.changed(self.version, now_ms)
+        change = self.routing.changed(self.version, now_ms)
         effects = self.routing.hold(effects) if self.routing.is_holding else effects
-        if routes is None:
+        if change is None:
             return effects
-        fields = {"version": routes.version, "engines": [each.engine for each in routes.engines]}
-        return [*effects, self.note("routes", "", "info", fields), *self.tell_routes(watchers())]
+        fields = {
+            "version": change.version,
+            "engines": len(self.routing.now.engines),
+            "came": [each.engine for each in change.came],
+            "gone": list(change.gone),
+        }
+        note, to = self.note("routes", "", "info", fields), watchers()
+        return [*effects, note, *([Send(change, to, 0, self.name, self.epoch)] if to else ())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
         """Sends the latest routes to these watchers."""

@@ -10,6 +10,18 @@ its DP group. It stays routable in a pause: its requests wait. An engine is not 
 During a commit nothing changes, so that routers see the commit as one change; then exactly the
 engines that committed are routable. During an abort no engine becomes routable.
 
+Routes are computed when something has changed that they depend on. What may be skipped, and why:
+
+- If nothing has been marked since the last time (:attr:`EngineRegistry.changes` and ``additions``,
+  the version, the sleep, an abort), the routes are the same.
+- If only ``additions`` are marked, no engine may have to leave, and a new one may wait: routes are
+  computed at most once in :data:`SETTLE_MS`. The first addition after a while is not delayed; no
+  addition is delayed for longer. With a thousand engines that join at once, each would otherwise
+  compute and send the routes of all others.
+- An engine that may have to leave is never held back: ``changes`` are computed at once.
+
+Watchers get the whole routes when they join, and then each change alone (ROUTES_CHANGE).
+
 Messages of the broker make an engine close admission, sleep or end. A watcher that forwards
 requests to engines may ask to be notified first: it confirms each change of the routes by
 ROUTES_TAKEN. Then the broker's messages to an engine that leaves the routes are held::
@@ -31,11 +43,11 @@ steps of others continue.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from bus.messages import Route, Routes
+from bus.messages import Route, Routes, RoutesChange
 from bus.protocol.core.effects import Send
 from bus.protocol.group.engine_registry import UNROUTABLE
 from bus.protocol.group.sleep import SleepState
@@ -49,6 +61,10 @@ if TYPE_CHECKING:
     from bus.protocol.group.engine_registry import EngineRegistry
     from bus.protocol.group.sleep import SleepMachine
     from bus.protocol.group.update import UpdateMachine
+
+
+# How long an engine that becomes routable may wait for others, so that watchers get one change.
+SETTLE_MS: Final = 100.0
 
 
 @dataclass(slots=True)
@@ -85,33 +101,37 @@ class Routing:
         self._sleep = sleep
         self._hold_ms = hold_ms
         self._seen: tuple[object, ...] = ()
+        self._added = 0  # the additions that the routes have
+        self._settled_ms = 0.0  # when further additions may be computed
         self._confirmed: dict[str, int] = {}  # watchers' last revisions, by name
         self._held: dict[str, _Held] = {}  # by the engine's name
 
-    def changed(self, version: int, now_ms: float) -> Routes | None:
-        """Returns the routes if they have changed, else None; ``version`` is the group's."""
-        aborting = self._update.state is UpdateState.ABORTING
-        if self.is_current(version) or self._update.state is UpdateState.COMMITTING:
+    def changed(self, version: int, now_ms: float) -> RoutesChange | None:
+        """Returns the change of the routes, if there is one; ``version`` is the group's."""
+        if self._update.state is UpdateState.COMMITTING or self.is_current(version):
             return None
-        self._seen = self._inputs(version)
+        inputs = self._inputs(version)
+        if inputs == self._seen and now_ms < self._settled_ms:
+            return None
+        self._seen, self._added = inputs, self._registry.additions
+        self._settled_ms = now_ms + SETTLE_MS
         self.computed += 1
+        before = {route.engine: route for route in self.now.engines}
         routable = self._routable(version)
-        if aborting:  # not all have reported what they loaded
-            before = {route.engine for route in self.now.engines}
+        if self._update.state is UpdateState.ABORTING:  # not all have reported what they loaded
             routable = tuple(route for route in routable if route.engine in before)
-        routes = Routes(version, routable, self.now.revision)
-        if routes == self.now:
+        came = tuple(route for route in routable if before.pop(route.engine, None) != route)
+        if not (came or before) and version == self.now.version:
             return None
-        left = {route.engine for route in self.now.engines} - {each.engine for each in routable}
-        self.now = Routes(version, routable, routes.revision + 1)
-        for name in left & self._registry.engines.keys() if self._confirmed else ():
+        self.now = Routes(version, routable, self.now.revision + 1)
+        for name in before.keys() & self._registry.engines.keys() if self._confirmed else ():
             held = _Held(self._registry.engines[name], 0, now_ms + self._hold_ms)
             self._held.setdefault(name, held).revision = self.now.revision
-        return self.now
+        return RoutesChange(version, self.now.revision, came, tuple(sorted(before)))
 
     def is_current(self, version: int) -> bool:
-        """Whether nothing has changed that the routes depend on; ``version`` is the group's."""
-        return self._seen == self._inputs(version)
+        """Whether the routes show all that they depend on; ``version`` is the group's."""
+        return self._seen == self._inputs(version) and self._added == self._registry.additions
 
     def _inputs(self, version: int) -> tuple[object, ...]:
         aborting = self._update.state is UpdateState.ABORTING
@@ -134,8 +154,12 @@ class Routing:
 
     @property
     def due_ms(self) -> float | None:
-        """When :meth:`expire` is due; None: no message is held."""
-        return min((each.until_ms for each in self._held.values()), default=None)
+        """When :meth:`expire` or :meth:`changed` is due; None: no message or addition waits."""
+        times = [each.until_ms for each in self._held.values()]
+        is_late = self._added != self._registry.additions
+        if is_late and self._update.state is not UpdateState.COMMITTING:
+            times.append(self._settled_ms)
+        return min(times, default=None)
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
         """Keeps the messages to engines whose messages are held, and returns all other effects."""

@@ -288,10 +288,10 @@ def test_an_engine_below_a_version_that_fell_counts_as_closed_until_it_reports()
     engines["e1"].version = engines["e2"].version = 5
     for each in engines.values():
         registry.add(each, joined_late=False)
-    version.on_report(registry)
+        version.on_report(registry, each)
     assert version.value == 5
     engines["e1"].version = 1
-    version.on_report(registry, "e1")
+    version.on_report(registry, engines["e1"])
     assert version.value == 1
     closed = {name for name in engines if registry.is_not_admitting(name)}
     assert closed == {"e0"}

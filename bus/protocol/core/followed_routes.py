@@ -1,0 +1,53 @@
+"""A watcher's copy of the routes: whole ones from ROUTES, and their changes from ROUTES_CHANGE.
+
+Invariant: what :meth:`FollowedRoutes.receive` returns are the routes of one revision of the present
+broker. A change fits only the revision before it. If that one was lost, or is of another broker,
+nothing is returned until the broker has answered a ROUTES_REQUEST.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bus.messages import Routes, RoutesChange, RoutesRequest
+
+if TYPE_CHECKING:
+    from bus.messages import Envelope, Message
+
+
+class FollowedRoutes:
+    """Keeps the routes of all groups that a watcher receives."""
+
+    def __init__(self) -> None:
+        self._boot = 0  # of the broker that has sent these
+        self._groups: dict[str, Routes] = {}
+
+    def receive(self, envelope: Envelope, message: Message) -> Routes | RoutesRequest | None:
+        """Handles a message of the broker.
+
+        Returns:
+            The new routes of the envelope's group; or what to send to the broker, because a change
+            was lost; or None, if the message is neither ROUTES nor ROUTES_CHANGE.
+        """
+        if not isinstance(message, Routes | RoutesChange):
+            return None
+        if envelope.boot != self._boot:
+            self._boot = envelope.boot
+            self._groups.clear()
+        if isinstance(message, RoutesChange):
+            before = self._groups.get(envelope.group, Routes(0, ()))
+            if message.revision != before.revision + 1:
+                return RoutesRequest(envelope.group)
+            message = _changed(before, message)
+        self._groups[envelope.group] = message
+        return message
+
+
+def _changed(routes: Routes, change: RoutesChange) -> Routes:
+    """Returns the routes with a change, in the order of the engines' names."""
+    engines = {each.engine: each for each in routes.engines}
+    engines.update((each.engine, each) for each in change.came)
+    for name in change.gone:
+        engines.pop(name, None)
+    ordered = tuple(route for _, route in sorted(engines.items()))
+    return Routes(change.version, ordered, change.revision)
