@@ -157,9 +157,12 @@ class PeerClient:
         for effect in effects:
             if isinstance(effect, Send):
                 msg_id = self.new_id()
-                if isinstance(effect.message, Join):
+                is_join = isinstance(effect.message, Join)
+                if is_join:
                     self._joins.append(msg_id)
-                self._transmit(effect.message, msg_id, effect.reply_to, self.link.epoch)
+                sent = self._transmit(effect.message, msg_id, effect.reply_to, self.link.epoch)
+                if is_join and not sent:
+                    self.link.on_join_unsent(self._scheduler.now_ms())
             else:
                 self.note(effect)
         self.arm()
@@ -240,9 +243,10 @@ class PeerClient:
         if self.link.state is not before:
             self._on_state(self.link.state)
 
-    def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:
+    def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> bool:
+        """Sends a message; returns False if no broker is there."""
         if self._closed:
-            return
+            return False
         self._seq += 1
         frame = codec.encode_frame(
             message,
@@ -256,7 +260,7 @@ class PeerClient:
         )
         if len(frame) > MAX_FRAME_BYTES:
             raise refusal(_oversized_nack(message, len(frame)))
-        self._transport.send(frame)
+        return self._transport.send(frame)
 
 
 def _oversized_nack(message: Message, size_bytes: int) -> Nack:

@@ -324,10 +324,12 @@ class ZmqClient(ZmqSocket):
             self.drain_soon()
         now_s, before_s = time.monotonic(), self._reached_s
         self._reached_s = now_s
-        if now_s > before_s + self._silence_limit_s / 2:
-            self._unanswered_since_s = now_s  # this process did not run: an answer may wait unread
         self._unanswered_since_s = self._unanswered_since_s or now_s
-        if now_s > self._unanswered_since_s + self._silence_limit_s:
+        if now_s <= self._unanswered_since_s + self._silence_limit_s:
+            return True
+        if now_s > before_s + self._silence_limit_s or self._has_more():
+            self._unanswered_since_s = now_s  # this process did not run: an answer may wait unread
+        else:
             # A broker that did not run for a while may have accepted this connection while it still
             # had the previous one, with the same route. It then never reads from this one.
             self._silence_limit_s = min(2 * self._silence_limit_s, _MAX_SILENCE_LIMIT_S)

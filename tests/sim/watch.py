@@ -350,10 +350,32 @@ class Watch:
         if self._update is moves and group.update.state is moves and routable != self._routable:
             raise InvariantViolation(f"routed {self._routable}, in the same commit {routable}")
         self._routable = routable
-        if group.update.state not in _MOVING and group.routing.is_current(group.version):
-            due = frozenset(route.engine for route in group.routing._routable(group.version))
-            if due != routable:
+        routing = group.routing
+        is_current = routing.is_current(group.version)
+        only_adds = routing._seen == routing._inputs(group.version)
+        if group.update.state not in _MOVING and only_adds:
+            self.reach["routable engines wait for others"] += not is_current
+            due = frozenset(route.engine for route in routing._routable(group.version))
+            if due != routable if is_current else not routable <= due:
                 raise InvariantViolation(f"routed {routable}, routable {due}")
+        self._check_version(group)
+
+    def _check_version(self, group: Group) -> None:
+        """The version that is counted report by report is the median of all reports."""
+        if group.served.is_committed or not group.registry.engines:
+            return
+        reports: dict[str, list[Peer]] = {}
+        for peer in group.registry.engines.values():
+            if peer.facts is not None:
+                reports.setdefault(peer.facts.dp_group, []).append(peer)
+        old = [
+            ranks
+            for ranks in reports.values()
+            if all(p.joined_epoch and p.facts and not p.facts.closed for p in ranks)
+        ]
+        versions = sorted(min(p.version for p in ranks) for ranks in old or reports.values())
+        if group.version != versions[(len(versions) - 1) // 2]:
+            raise InvariantViolation(f"at {group.version}, engines report {versions}")
 
     def _check_communicator(self, group: Group, number: int) -> None:
         ranks: list[int] = []

@@ -36,7 +36,8 @@ GROUP: Final = "policy"
 FAST_BROKER: Final = BrokerConfig(
     heartbeat_ms=500, peer_timeout_ms=2000, retry_ms=300, step_timeout_ms=20_000
 )
-FAST_LINK: Final = LinkConfig(retry_ms=300, patience_ms=8000)
+# Impatient, so that schedules have JOINs that come again while an answer is on its way.
+FAST_LINK: Final = LinkConfig(retry_ms=300, answer_ms=300, patience_ms=8000)
 
 
 class SimWorld:

@@ -4,19 +4,26 @@
 
     state     event               next      effect
     JOINING   welcome             JOINED    heartbeats begin
+    JOINING   JOIN not sent       JOINING   JOIN again after retry_ms: no broker is there
+    JOINING   no answer           JOINING   JOIN again after answer_ms: the broker may be busy
     JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held),
                                             until the broker has detected a lost peer
     JOINING   nack, final         REFUSED
     JOINING   unreadable version  REFUSED
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
     JOINED    welcome             JOINED    a later epoch is adopted
-    JOINED    broker silent       JOINING   JOIN again every retry_ms
+    JOINED    broker silent       JOINING   JOIN
     JOINED    leave               CLOSED    LEAVE
     JOINING   leave               CLOSED    LEAVE, if a JOIN was sent: the answer may be on its way
     REFUSED   leave               CLOSED
 
 Invariants: while not JOINED, the link itself sends only JOIN and LEAVE; an old or duplicate frame
 of the broker changes nothing.
+
+A broker to which a thousand peers connect at once answers late. A JOIN that was sent reaches it,
+unless the connection breaks, so that repeating it soon would only make the broker later. And if
+this process did not run for a while, an answer may wait unread: after a late tick the link waits
+for LATE_MS before it counts the broker as silent, or a JOIN as unanswered.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 
 # The messages that Link.receive handles; it ignores all others.
 LINK_MESSAGES: Final = frozenset({m.Welcome, m.HeartbeatAck, m.Nack})
+LATE_MS: Final = 100.0
 WORTH_A_WAIT: Final = frozenset({m.NackCode.NAME_TAKEN, m.NackCode.GROUP_HELD})
 # NACKs with these codes answer frames that were sent before the JOIN.
 _NOT_OF_THE_JOIN: Final = frozenset(
@@ -54,13 +62,16 @@ class LinkConfig:
     """Times of a link, in ms.
 
     Attributes:
-        retry_ms: how often an unanswered JOIN is repeated.
+        retry_ms: how soon a JOIN is repeated that could not be sent, or that the broker has refused
+            for a reason that may pass.
+        answer_ms: how soon a JOIN is repeated that was sent and not answered.
         patience_ms: how long, at least, to retry while another peer holds the name or group. The
             other peer may be dead without the broker having noticed. The broker's NACK may give
             more time.
     """
 
     retry_ms: int = 500
+    answer_ms: int = 5_000
     patience_ms: int = 8_000
 
 
@@ -92,6 +103,7 @@ class Link:
         self._broker_boot = 0
         self._last_seq = 0
         self._next_ms = 0.0
+        self._waits_late = False  # a tick came late, and frames that wait unread are read first
         self._held_ms: float | None = None  # since when another peer holds the name or group
 
     @property
@@ -111,6 +123,7 @@ class Link:
         if envelope.seq <= self._last_seq:
             return False
         self._last_seq = envelope.seq
+        self._waits_late = False
         self.last_heard_ms = now_ms
         if self._commanded and envelope.group == self.group and envelope.epoch > self.epoch:
             # After a restart of the broker, engines report the last epoch to it.
@@ -145,10 +158,17 @@ class Link:
         """Sends the heartbeat or JOIN that is due; joins again if the broker is silent."""
         if now_ms < self._next_ms or self.state in (LinkState.REFUSED, LinkState.CLOSED):
             return []
+        silent_ms = now_ms - self.last_heard_ms
+        is_silent = self.state is LinkState.JOINING or silent_ms > self.peer_timeout_ms
+        is_late = now_ms > self._next_ms + LATE_MS
+        if is_silent and is_late and not self._waits_late:
+            self._waits_late = True
+            self._next_ms = now_ms + LATE_MS
+            return []
+        self._waits_late = False
         if self.state is LinkState.JOINING:
             return self._ask(now_ms)
-        silent_ms = now_ms - self.last_heard_ms
-        if silent_ms > self.peer_timeout_ms:
+        if is_silent:
             self.state = LinkState.JOINING
             note = Note("broker_lost", "warning", {"silent_ms": round(silent_ms)})
             return [note, *self._ask(now_ms)]
@@ -159,8 +179,12 @@ class Link:
         """Returns when :meth:`tick` is due; None: never."""
         return None if self.state in (LinkState.REFUSED, LinkState.CLOSED) else self._next_ms
 
+    def on_join_unsent(self, now_ms: float) -> None:
+        """Records that the JOIN could not be sent, because no broker is there."""
+        self._next_ms = min(self._next_ms, now_ms + self.config.retry_ms)
+
     def _ask(self, now_ms: float) -> list[Effect]:
-        self._next_ms = now_ms + self.config.retry_ms
+        self._next_ms = now_ms + max(self.config.retry_ms, self.config.answer_ms)
         self._asked = True
         join = self._join()
         self._commanded = join.role == "engine"
@@ -186,12 +210,16 @@ class Link:
         if nack.code is m.NackCode.NOT_JOINED and self.state is LinkState.JOINED:
             self.state = LinkState.JOINING
             return [Note("broker_new", "warning"), *self._ask(now_ms)]
+        if self.state is LinkState.JOINING and nack.code is m.NackCode.RATE_LIMITED:
+            # The JOIN may be among the frames that were dropped.
+            self._next_ms = min(self._next_ms, now_ms + max(nack.retry_after_ms, LATE_MS))
         if self.state is not LinkState.JOINING or nack.code in _NOT_OF_THE_JOIN:
             return []
         if self._held_ms is None:
             self._held_ms = now_ms
         patience_ms = max(self.config.patience_ms, nack.retry_after_ms + self.config.retry_ms)
         if nack.code in WORTH_A_WAIT and now_ms < self._held_ms + patience_ms:
+            self._next_ms = min(self._next_ms, now_ms + self.config.retry_ms)
             fields = {"code": nack.code.value, "detail": nack.detail}
             return [Note("join_waits", "warning", fields)] if now_ms == self._held_ms else []
         return self._on_refused(nack)

@@ -90,7 +90,7 @@ class Commands:
             case m.WaitEngines():
                 until_ms = now_ms + message.timeout_ms
                 self._state.session.waiters[msg_id] = (message, until_ms)
-                return [*self._state.answer_waiters(now_ms)]
+                return [*self._state.answer_waiters(now_ms, is_new=True)]
             case m.TrainerStep():
                 forwarded = self._state.followers.on_trainer_step(message)
                 return [*forwarded, *self._state.session.answer_ids([msg_id], message)]

@@ -17,7 +17,7 @@ from bus.protocol.dp.groups import DpGroups
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
-from bus.protocol.group.routing import Routing
+from bus.protocol.group.routing import SETTLE_MS, Routing
 from bus.protocol.group.sleep import SleepMachine
 from bus.protocol.group.trainer_session import Followers, TrainerSession
 from bus.protocol.group.update import UpdateMachine, UpdateState
@@ -53,6 +53,7 @@ class GroupState:
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
         ended: how the last updates ended, by their ids, in words.
         moved_ms: when the trainer last made progress, or was last answered.
+        count_due_ms: when :meth:`answer_waiters` must be called at the latest; None: never.
     """
 
     def __init__(self, name: str, config: BrokerConfig) -> None:
@@ -73,6 +74,8 @@ class GroupState:
         self.resume_asked = False
         self.ended: dict[str, str] = {}
         self.moved_ms = 0.0
+        self.count_due_ms: float | None = None  # when to count again for WAIT_ENGINES; None: never
+        self._counted_ms = -SETTLE_MS
 
     @property
     def version(self) -> int:
@@ -136,8 +139,20 @@ class GroupState:
         failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
         return self.session.notify(failure.nack("update", ""))
 
-    def answer_waiters(self, now_ms: float) -> list[Effect]:
-        """Answers every WAIT_ENGINES for which enough engines are ready."""
+    def answer_waiters(self, now_ms: float, *, is_new: bool = False) -> list[Effect]:
+        """Answers every WAIT_ENGINES for which enough engines are ready.
+
+        Engines are counted at most once in :data:`SETTLE_MS`, as routes are computed, because a
+        thousand may join at once. If one ``is_new``, they are counted now.
+        """
+        self.count_due_ms = None
+        waits = self.session.waiters.values()
+        if not any(len(self.registry.engines) >= wait.count for wait, _ in waits):
+            return []
+        if now_ms < self._counted_ms + SETTLE_MS and not is_new:
+            self.count_due_ms = self._counted_ms + SETTLE_MS
+            return []
+        self._counted_ms = now_ms
         effects: list[Effect] = []
         for msg_id, (wait, _) in list(self.session.waiters.items()):
             if self._ready_count() >= wait.count:

@@ -119,8 +119,9 @@ def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
 
 
 def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
-    """Refuses every WAIT_ENGINES whose time is over."""
-    effects: list[Effect] = []
+    """Answers every WAIT_ENGINES that can be answered, and refuses those whose time is over."""
+    due_ms = state.count_due_ms
+    effects = state.answer_waiters(now_ms) if due_ms is not None and now_ms >= due_ms else []
     for msg_id, (wait, deadline_ms) in list(state.session.waiters.items()):
         if now_ms >= deadline_ms:
             ready = state.registry.ready()
@@ -151,6 +152,8 @@ def next_deadline_ms(state: GroupState) -> float | None:
     retry_ms = state.config.retry_ms
     times += [each.resent_ms + retry_ms for each in state.barriers() if each.waiting]
     times += [deadline for _, deadline in waiters.values()]
+    if waiters and state.count_due_ms is not None:
+        times.append(state.count_due_ms)
     if state.pause.deadline_ms is not None:
         times.append(state.pause.deadline_ms)
     return min(times, default=None)

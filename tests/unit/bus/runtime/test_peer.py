@@ -115,7 +115,7 @@ def test_a_refusal_of_any_of_its_joins_is_one() -> None:
     joined = Joined()
     joined.clock.run_for(1000)
     first = joined.wire.last_join()
-    joined.clock.run_for(1000)
+    joined.clock.run_for(6000)
     assert joined.wire.last_join() > first
     joined.wire.say(make_nack(NackCode.FORBIDDEN), first)
     assert joined.peer.link.state is LinkState.REFUSED

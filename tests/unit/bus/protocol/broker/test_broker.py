@@ -37,6 +37,8 @@ from bus.messages import (
     ProbeReport,
     Resume,
     Routes,
+    RoutesChange,
+    RoutesRequest,
     RoutesTaken,
     StartDpWave,
     Status,
@@ -59,6 +61,7 @@ from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import Link, LinkState
 from bus.protocol.group.group import Group
+from bus.protocol.group.routing import SETTLE_MS
 from tests.sim.makers import (
     make_arm,
     make_chunk,
@@ -123,6 +126,11 @@ class Bench:
         )
         route = route or f"{sender}#{boot}"
         return self.broker.receive(route.encode(), told, message, self.now_ms)
+
+    def settle(self) -> list[Effect]:
+        """The time after which the routes have everybody who has come."""
+        self.now_ms += SETTLE_MS
+        return self.broker.tick(self.now_ms)
 
     def engine(
         self, name: str, *, dp_group: str = "", rank: int = 0, size: int = 1
@@ -521,6 +529,8 @@ ALL: dict[str, Message] = {
     "HEARTBEAT_ACK": HeartbeatAck(0, ""),
     "PEER_RANKS": PeerRanks(()),
     "ROUTES": Routes(1, ()),
+    "ROUTES_CHANGE": RoutesChange(1, 1, (), ()),
+    "ROUTES_REQUEST": RoutesRequest("policy"),
     "ROUTES_TAKEN": RoutesTaken("policy", 1),
     "LEASE_VOTE": LeaseVote("dp0", 0, "clean", "u1", 1, False),
     "PAUSE_LOCAL": PAUSE,
@@ -554,7 +564,7 @@ ALL: dict[str, Message] = {
 MAY = {
     "engine": {"ACK", "CORE_STATUS", "PROBED"},
     "coordinator": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
-    "observer": {"ROUTES_TAKEN"},
+    "observer": {"ROUTES_REQUEST", "ROUTES_TAKEN"},
     "trainer": {
         "PAUSE_LOCAL",
         "RESUME",
@@ -1345,7 +1355,9 @@ def test_an_engine_that_has_booted_closed_is_waited_for_until_it_opens(bench: Be
     bench.say("t", WaitEngines(1, 1000))
     join = engine_join(dp_group="e0", closed=True)
     assert not [each for each in messages(bench.say("e0", join)) if isinstance(each, GroupView)]
-    only(bench.say("e0", Heartbeat("running", 0, 0, "", closed=False)), GroupView)
+    bench.say("e0", Heartbeat("running", 0, 0, "", closed=False))
+    assert bench.broker.next_deadline_ms() <= SETTLE_MS
+    only(bench.settle(), GroupView)
     bench.broker.groups["policy"].served.on_commit(1)
     bench.say("e0", Heartbeat("running", 1, 0, "", closed=False))
     bench.say("late", engine_join(dp_group="late", closed=True))
@@ -1460,6 +1472,7 @@ def test_one_engine_with_a_high_version_changes_no_groups_version(
         join = engine_join(dp_group=name, version=900 if lies else 7)
         bench.say(name, join, epoch=4)
     group = bench.broker.groups["policy"]
+    bench.settle()
     assert group.version == 7
     assert len(group.routing.now.engines) == 2
     bench.say("liar", Heartbeat("running", 901, 0, ""))

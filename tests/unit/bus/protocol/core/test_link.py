@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -21,7 +22,7 @@ from bus.messages import (
     Welcome,
 )
 from bus.protocol.core.effects import Effect, Note
-from bus.protocol.core.link import Link, LinkConfig, LinkState
+from bus.protocol.core.link import LATE_MS, Link, LinkConfig, LinkState
 from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope, facts, messages
 
@@ -97,12 +98,41 @@ def test_every_frame_of_the_broker_in_every_state(state: LinkState, event: str) 
 
 
 def test_it_asks_until_it_is_let_in() -> None:
-    """Every retry_ms, and not before."""
+    """A broker that has the JOIN gets answer_ms for it; one that is not there is tried often."""
     link = Driver().link
     assert sent(link.start(0.0)) == [Join]
-    assert link.tick(499.0) == []
-    assert sent(link.tick(500.0)) == [Join]
-    assert link.next_deadline_ms() == 1000.0
+    assert link.tick(4_999.0) == []
+    assert sent(link.tick(5_000.0)) == [Join]
+    link.on_join_unsent(5_000.0)
+    assert link.tick(5_499.0) == []
+    assert sent(link.tick(5_500.0)) == [Join]
+    assert link.next_deadline_ms() == 10_500.0
+
+
+def test_an_answer_that_waits_unread_is_read_before_it_asks_again() -> None:
+    """This process did not run for a while; its next look at the time finds it joined."""
+    driver = Driver()
+    driver.link.start(0.0)
+    assert driver.link.tick(30_000.0) == []
+    assert driver.link.next_deadline_ms() == 30_000.0 + LATE_MS
+    driver.say(Welcome(1000, 5000, 3), 30_001.0)
+    assert driver.link.next_deadline_ms() == 31_001.0
+    # The same for a broker that seems silent; and one that is, is asked though each tick is late.
+    assert driver.link.tick(60_000.0) == []
+    driver.say(HeartbeatAck(0, ""), 60_001.0)
+    assert sent(driver.link.tick(60_000.0 + LATE_MS)) == [Heartbeat]
+    assert driver.link.tick(90_000.0) == []
+    assert sent(driver.link.tick(99_000.0)) == [Join]
+
+
+def test_a_join_that_was_dropped_with_many_frames_comes_again() -> None:
+    """As soon as the broker reads this peer again."""
+    driver = Driver()
+    driver.link.start(0.0)
+    nack = replace(make_nack(NackCode.RATE_LIMITED), retry_after_ms=1_000)
+    assert driver.say(nack, 10.0) == []
+    assert driver.link.tick(1_009.0) == []
+    assert sent(driver.link.tick(1_010.0)) == [Join]
 
 
 def test_a_welcome_brings_the_beat_and_the_epoch() -> None:
@@ -149,7 +179,7 @@ def test_a_name_that_is_held_is_waited_for_so_long(code: NackCode) -> None:
     noted = driver.say(make_nack(code), 100.0)
     assert [each.event for each in noted if isinstance(each, Note)] == ["join_waits"]
     assert driver.link.state is _S.JOINING
-    assert sent(driver.link.tick(8_000.0)) == [Join]
+    assert sent(driver.link.tick(600.0)) == [Join]
     assert driver.say(make_nack(code), 8_099.0) == []
     assert driver.link.state is _S.JOINING
     driver.say(make_nack(code), 8_100.0)
@@ -181,7 +211,8 @@ def test_who_is_not_in_leaves_without_a_word() -> None:
 def test_who_leaves_while_it_looks_for_its_broker_says_so() -> None:
     """A broker that was silent for long may have it still."""
     driver = Driver().to(_S.JOINED)
-    driver.link.tick(99_999.0)
+    driver.link.tick(6_000.0)
+    driver.link.tick(6_000.0 + LATE_MS)
     assert driver.link.state is _S.JOINING
     assert sent(driver.link.leave("bye")) == [Leave]
 

@@ -19,6 +19,8 @@ from bus.messages import (
     PauseLocal,
     Resume,
     Routes,
+    RoutesChange,
+    RoutesRequest,
     RoutesTaken,
     Staging,
     Step,
@@ -27,6 +29,7 @@ from bus.messages import (
     Welcome,
 )
 from bus.protocol.core.effects import Note, Send
+from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.engine.calls import (
     CallAdmit,
     CallCommit,
@@ -36,6 +39,7 @@ from bus.protocol.engine.calls import (
     CallSwap,
 )
 from bus.protocol.group.pause import PauseState
+from bus.protocol.group.routing import SETTLE_MS
 from bus.protocol.group.update import UpdateState
 from bus.runtime.peer import PeerClient, route_of
 from tests.sim.makers import make_arm, make_nack
@@ -53,6 +57,7 @@ class Told:
     """What was told of a group's routable engines, change by change."""
 
     def __init__(self, world: SimWorld) -> None:
+        world.run_for(SETTLE_MS)
         self.all: list[tuple[int, str]] = []
         self._world = world
         world.checks.append(self._look)
@@ -211,6 +216,7 @@ def test_when_the_version_falls_who_was_below_says_first_that_its_door_is_open(
     group = bench.broker.groups["policy"]
 
     def routable() -> tuple[int, list[str]]:
+        bench.settle()
         return group.version, [route.engine for route in group.routing.now.engines]
 
     assert routable() == (1, ["e1"])
@@ -234,16 +240,19 @@ def test_who_says_that_its_door_is_closed_is_not_routable() -> None:
     watcher = Join("observer", "h", 1, None, None)
     bench.say("watch", watcher, group="")
 
-    def routable(*, closed: bool) -> list[list[str]]:
+    def routable(*, closed: bool) -> list[tuple[list[str], list[str]]]:
+        bench.settle()
         said = messages(bench.say("e0", Heartbeat("running", 0, 0, "", closed)))
         return [
-            [route.engine for route in each.engines] for each in said if isinstance(each, Routes)
+            ([route.engine for route in each.came], [*each.gone])
+            for each in said
+            if isinstance(each, RoutesChange)
         ]
 
     assert routable(closed=False) == []
-    assert routable(closed=True) == [[]]
+    assert routable(closed=True) == [([], ["e0"])]
     assert routable(closed=True) == []
-    assert routable(closed=False) == [["e0"]]
+    assert routable(closed=False) == [(["e0"], [])]
 
 
 def test_who_is_in_an_update_that_nobody_knows_is_not_routable_until_it_resumes() -> None:
@@ -252,6 +261,7 @@ def test_who_is_in_an_update_that_nobody_knows_is_not_routable_until_it_resumes(
     bench.say("e0", engine_join())
 
     def routed() -> list[str]:
+        bench.settle()
         return [route.engine for route in bench.broker.groups["policy"].routing.now.engines]
 
     bench.say("e0", Heartbeat("updating", 0, 0, "u9"))
@@ -327,6 +337,7 @@ def test_a_round_computes_the_routes_as_often_for_many_engines_as_for_few(outcom
         for index in range(engines):
             bench.engine(f"e{index}")
         bench.trainer()
+        bench.settle()
         routing = bench.broker.groups["policy"].routing
         assert len(routing.now.engines) == engines
         before = routing.computed
@@ -377,10 +388,95 @@ def test_a_watcher_hears_of_them_when_it_joins_and_when_they_change() -> None:
     bench = Bench()
     watcher = Join("observer", "h", 1, None, None)
     assert [type(each) for each in messages(bench.say("watch", watcher, group=""))] == [Welcome]
-    said = [each for each in messages(bench.say("e0", engine_join())) if isinstance(each, Routes)]
-    assert [[route.engine for route in each.engines] for each in said] == [["e0"]]
+    said = messages(bench.say("e0", engine_join()))
+    [change] = [each for each in said if isinstance(each, RoutesChange)]
+    assert [route.engine for route in change.came] == ["e0"]
     later = messages(bench.say("later", watcher, group=""))
     assert [type(each) for each in later] == [Welcome, Routes]
+    again = messages(bench.say("later", RoutesRequest("policy"), group=""))
+    assert again == later[1:]
+    assert bench.say("later", RoutesRequest("nobody"), group="") == []
+
+
+def changes(effects: list[Effect]) -> list[RoutesChange]:
+    return [each for each in messages(effects) if isinstance(each, RoutesChange)]
+
+
+def named(change: RoutesChange) -> tuple[list[str], list[str]]:
+    return [route.engine for route in change.came], [*change.gone]
+
+
+def test_engines_that_join_together_are_one_change() -> None:
+    """The first one is told at once; the others within the time in which routes settle."""
+    bench = Bench()
+    bench.say("w", WATCHER, group="")
+    [first] = changes(bench.engine("e0"))
+    for index in range(1, 5):
+        bench.now_ms += 10.0
+        assert changes(bench.engine(f"e{index}")) == []
+    assert bench.broker.next_deadline_ms() <= SETTLE_MS
+    assert changes(bench.broker.tick(SETTLE_MS - 1.0)) == []
+    [rest] = changes(bench.broker.tick(SETTLE_MS))
+    assert [named(first), named(rest)] == [(["e0"], []), (["e1", "e2", "e3", "e4"], [])]
+    assert rest.revision == first.revision + 1
+    assert bench.broker.next_deadline_ms() > SETTLE_MS
+
+
+@pytest.mark.parametrize("how", ["leaves", "closes", "moves"])
+def test_an_engine_that_must_leave_is_not_held_back_by_those_that_wait(how: str) -> None:
+    """They come with it; who has left again before never came."""
+    bench = Bench()
+    bench.say("w", WATCHER, group="")
+    for name in ("e0", "e1", "e2"):
+        bench.engine(name)
+    assert [each.engine for each in bench.broker.groups["policy"].routing.now.engines] == ["e0"]
+    join = engine_join(dp_group="e0")
+    assert join.engine is not None
+    moved = replace(join, engine=replace(join.engine, endpoint="http://elsewhere"))
+    said = {
+        "leaves": lambda: bench.say("e0", Leave("")),
+        "closes": lambda: bench.say("e0", CLOSES),
+        "moves": lambda: bench.say("e0", moved),
+    }[how]()
+    [change] = changes(said)
+    came, gone = named(change)
+    assert set(came) == {"e1", "e2"} | ({"e0"} if how == "moves" else set())
+    assert gone == ([] if how == "moves" else ["e0"])
+    bench.engine("e3")
+    assert changes(bench.say("e3", Leave(""))) == []
+    assert changes(bench.settle()) == []
+
+
+def test_an_engine_that_joins_again_as_it_was_changes_nothing() -> None:
+    """A broker that did not run for a while is asked by all of them again."""
+    bench = Watched()
+    routing = bench.broker.groups["policy"].routing
+    before = routing.computed
+    for name in ("e0", "e1"):
+        assert changes(bench.say(name, engine_join(dp_group=name))) == []
+    bench.settle()
+    assert routing.computed == before
+
+
+def test_an_engine_that_joins_in_a_commit_waits_for_its_end_alone() -> None:
+    """No timer runs for it before."""
+    bench = Watched()
+    bench.trainer()
+    bench.loading()
+    for chunk in range(MANIFEST.chunks):
+        bench.begin(chunk)
+        bench.all_ack(Step.CHUNK, chunk=chunk)
+    bench.say("t", UpdateFinish("u1"))
+    bench.all_ack(Step.FINISH)
+    bench.settle()
+    version = bench.broker.groups["policy"].update.version
+    bench.say("t", Commit("u1", version, "", ()))
+    assert changes(bench.say("e8", engine_join(dp_group="e8", version=version))) == []
+    assert bench.broker.groups["policy"].routing.due_ms is None
+    assert changes(bench.settle()) == []
+    bench.ack("e0", Step.COMMIT)
+    [change] = changes(bench.ack("e1", Step.COMMIT))
+    assert (change.version, named(change)) == (version, (["e8"], []))
 
 
 # -- messages to engines that leave, while watchers take them out ---------------------
@@ -391,8 +487,10 @@ class Watched(Bench):
 
     def __init__(self) -> None:
         super().__init__()
+        self.now_ms = -SETTLE_MS
         self.engine("e0")
         self.engine("e1")
+        self.settle()
         self.say("w", WATCHER, group="")
         self.confirm("w")
 
@@ -422,7 +520,7 @@ def test_an_engine_that_leaves_hears_nothing_before_every_watcher_has_taken_it_o
     bench = Watched()
     bench.say("v", WATCHER, group="")
     bench.confirm("v")
-    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w"), ("Routes", "v")]
+    assert sent(bench.say("e0", CLOSES)) == [("RoutesChange", "w"), ("RoutesChange", "v")]
     assert sent(bench.say("e1", OPEN)) == [("HeartbeatAck", "e1")]
     assert sent(bench.confirm("w")) == []
     assert sent(bench.say("e0", CLOSES)) == []
@@ -435,7 +533,7 @@ def test_nothing_is_held_while_no_watcher_confirms() -> None:
     bench = Bench()
     bench.engine("e0")
     bench.say("w", WATCHER, group="")
-    assert sent(bench.say("e0", CLOSES)) == [("HeartbeatAck", "e0"), ("Routes", "w")]
+    assert sent(bench.say("e0", CLOSES)) == [("HeartbeatAck", "e0"), ("RoutesChange", "w")]
 
 
 def test_a_watcher_that_hangs_is_waited_for_once_and_no_longer_than_a_heartbeat() -> None:
@@ -449,10 +547,11 @@ def test_a_watcher_that_hangs_is_waited_for_once_and_no_longer_than_a_heartbeat(
     assert sent(late) == [("HeartbeatAck", "e0")]
     [note] = [each for each in late if isinstance(each, Note)]
     assert (note.event, note.fields["watchers"]) == ("routes_not_taken", ["w"])
-    assert sent(bench.say("e1", CLOSES)) == [("HeartbeatAck", "e1"), ("Routes", "w")]
+    assert sent(bench.say("e1", CLOSES)) == [("HeartbeatAck", "e1"), ("RoutesChange", "w")]
     bench.say("e1", OPEN)
+    bench.settle()
     assert sent(bench.confirm("w")) == []
-    assert sent(bench.say("e1", CLOSES)) == [("Routes", "w")]
+    assert sent(bench.say("e1", CLOSES)) == [("RoutesChange", "w")]
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -462,7 +561,7 @@ def test_a_watcher_that_leaves_or_dies_is_not_waited_for(*, leaves: bool) -> Non
     bench.now_ms = 4900.0
     for name in ("e0", "e1"):
         bench.say(name, OPEN)
-    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
+    assert sent(bench.say("e0", CLOSES)) == [("RoutesChange", "w")]
     bench.now_ms = 5100.0
     effects = bench.say("w", Leave(""), group="") if leaves else bench.broker.tick(bench.now_ms)
     assert sent(effects) == [("HeartbeatAck", "e0")]
@@ -472,7 +571,7 @@ def test_a_revision_of_an_earlier_broker_confirms_nothing() -> None:
     """It is the number of other routes."""
     bench = Watched()
     bench.say("w", RoutesTaken("policy", 99), group="")
-    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
+    assert sent(bench.say("e0", CLOSES)) == [("RoutesChange", "w")]
     assert sent(bench.say("w", RoutesTaken("policy", 99), group="")) == []
     assert bench.say("w", RoutesTaken("nobody", 1), group="") == []
     assert sent(bench.confirm("w")) == [("HeartbeatAck", "e0")]
@@ -509,8 +608,8 @@ def test_an_engine_that_leaves_twice_is_held_for_the_later_routes() -> None:
     bench.say("e0", CLOSES)
     first = bench.broker.groups["policy"].routing.now.revision
     bench.now_ms = 400.0
-    assert sent(bench.say("e0", OPEN)) == [("Routes", "w")]
-    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
+    assert sent(bench.say("e0", OPEN)) == [("RoutesChange", "w")]
+    assert sent(bench.say("e0", CLOSES)) == [("RoutesChange", "w")]
     assert sent(bench.say("w", RoutesTaken("policy", first), group="")) == []
     assert sent(bench.broker.tick(1000.0)) == [("HeartbeatAck", "e0")] * 3
 
@@ -519,7 +618,7 @@ def test_a_watcher_with_a_new_connection_confirms_for_both() -> None:
     """Its old route will never confirm anything."""
     bench = Watched()
     bench.say("w", WATCHER, group="", route="w#1/2")
-    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w#1/2")]
+    assert sent(bench.say("e0", CLOSES)) == [("RoutesChange", "w#1/2")]
     revision = bench.broker.groups["policy"].routing.now.revision
     taken = RoutesTaken("policy", revision)
     assert sent(bench.say("w", taken, group="", route="w#1/2")) == [("HeartbeatAck", "e0")]
@@ -530,8 +629,8 @@ def test_an_engine_with_a_new_connection_is_held_there() -> None:
     bench = Watched()
     bench.say("e0", CLOSES)
     again = engine_join(dp_group="e0")
-    assert sent(bench.say("e0", again, route="e0#1/2")) == [("Routes", "w")]
-    assert sent(bench.say("e0", CLOSES, route="e0#1/2")) == [("Routes", "w")]
+    assert sent(bench.say("e0", again, route="e0#1/2")) == [("RoutesChange", "w")]
+    assert sent(bench.say("e0", CLOSES, route="e0#1/2")) == [("RoutesChange", "w")]
     kinds = ["HeartbeatAck", "Welcome", "HeartbeatAck"]
     assert sent(bench.confirm("w")) == [(kind, "e0#1/2") for kind in kinds]
 
@@ -551,7 +650,7 @@ def test_an_update_goes_on_while_the_one_that_fell_out_is_held() -> None:
     bench.begin(0)
     bench.confirm("w")
     wrong = make_nack(NackCode.ENGINE_FAILED, step="chunk", update_id="u1")
-    assert sent(bench.say("e0", wrong)) == [("Routes", "w")]
+    assert sent(bench.say("e0", wrong)) == [("RoutesChange", "w")]
     bench.ack("e1", Step.CHUNK)
     bench.begin(1)
     bench.ack("e1", Step.CHUNK, chunk=1)
@@ -566,6 +665,7 @@ class SimRouter:
         self.engines: set[str] = set()
         self._world = world
         self._slow_ms = slow_ms
+        self._followed = FollowedRoutes()
         self._peer = PeerClient(
             name="w",
             group="",
@@ -581,9 +681,10 @@ class SimRouter:
         self._peer.start()
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
-        if isinstance(message, Routes):
-            names = {route.engine for route in message.engines}
-            taken = RoutesTaken(envelope.group, message.revision)
+        routes = self._followed.receive(envelope, message)
+        if isinstance(routes, Routes):
+            names = {route.engine for route in routes.engines}
+            taken = RoutesTaken(envelope.group, routes.revision)
 
             def take() -> None:
                 self.engines = names
