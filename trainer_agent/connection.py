@@ -24,7 +24,6 @@ from bus.messages import (
     PlanTransfer,
     Role,
     Routes,
-    RoutesRequest,
     StaleEngines,
     Status,
     StatusRequest,
@@ -94,16 +93,15 @@ class Connection:
         self.kept_version: Callable[[], int] = lambda: 0
         self.on_stale: Callable[[StaleEngines], None] = lambda _stale: None
         self.on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None
-        self._followed_routes = FollowedRoutes()
+        self._routes = FollowedRoutes(lambda request: self._require_peer().send(request))
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # steps of all engines, in order
         self._changed = asyncio.Event()
         self._progress_ms = 0.0  # when the last step was done
         self.delivery = GuaranteedDelivery(self)
-        self.tensors_taken = 0
         self.lost_rank: Nack | None = None
-        self.pid = 0  # of the process that has connected
+        self.tensors_taken = self.pid = 0  # pid: of the process that has connected
         self._known = _KnownEngines()
         self._unread: set[int] = set()  # ids of requests that the broker has not received whole
 
@@ -283,11 +281,8 @@ class Connection:
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
             self.on_stale(message)
-        elif (routes := self._followed_routes.receive(envelope, message)) is not None:
-            if isinstance(routes, RoutesRequest):
-                self._require_peer().send(routes)
-            else:
-                self.on_routes(envelope.group, routes)
+        elif (routes := self._routes.receive(envelope, message)) is not None:
+            self.on_routes(envelope.group, routes)
         if type(message) is Nack and message.code is NackCode.PEER_LOST and not envelope.reply_to:
             self.lost_rank = message
         future = self._answers.get(envelope.reply_to or _refused_unread(message, self._steps))

@@ -31,15 +31,7 @@ from bus.cli.router_workers import RouterWorkers
 from bus.cli.status import NO_GROUP, groups_of
 from bus.errors import BusTimeout, refusal
 from bus.keys import silence_hint
-from bus.messages import (
-    Envelope,
-    Message,
-    Routes,
-    RoutesRequest,
-    RoutesTaken,
-    Status,
-    StatusRequest,
-)
+from bus.messages import Envelope, Message, Routes, RoutesTaken, Status, StatusRequest
 from bus.net import check_url
 from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.core.link import LinkState
@@ -114,13 +106,11 @@ async def _follow(
     ended = asyncio.Event()
     joined = asyncio.Event()
 
-    followed = FollowedRoutes()
+    followed = FollowedRoutes(lambda request: peer.send(request))  # noqa: PLW0108 - made below
 
     def on_message(envelope: Envelope, message: Message) -> None:
         routes = followed.receive(envelope, message)
-        if isinstance(routes, RoutesRequest):
-            peer.send(routes)
-        elif routes is not None:
+        if routes is not None:
             if plan.group not in (None, envelope.group):
                 return
             with contextlib.suppress(BrokenPipeError):  # _watch_output ends the command

@@ -17,6 +17,7 @@ import torch
 from bus.errors import EngineError, UpdateFailed
 from bus.messages import NackCode
 from bus.protocol.core.config import BrokerConfig
+from bus.protocol.group.timeouts import next_deadline_ms
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from sidecar import Sidecar
@@ -380,7 +381,7 @@ def test_an_agent_that_closes_undoes_what_is_under_way() -> None:
             await until(lambda: state.update.state.value == "aborting")
             late.may_arm.set()
             await closing
-            await until(lambda: state.owner is None and not state.next_deadline_ms())
+            await until(lambda: state.owner is None and not next_deadline_ms(state))
             assert sidecar.session.phase == "running"
             assert sidecar.session.is_stale
 

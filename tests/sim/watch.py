@@ -26,6 +26,8 @@ from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update_states import EngineUpdateState
 from bus.protocol.group.pause import PauseState
+from bus.protocol.group.sleep import SleepState
+from bus.protocol.group.timeouts import next_deadline_ms
 from bus.protocol.group.update import TAKES_CHUNKS, UpdateState
 from tests.sim.ground_truth import GARBLED, InvariantViolation
 
@@ -359,6 +361,31 @@ class Watch:
             if due != routable if is_current else not routable <= due:
                 raise InvariantViolation(f"routed {routable}, routable {due}")
         self._check_version(group)
+        self._check_marks(group)
+
+    def _check_marks(self, group: Group) -> None:
+        """What was skipped, because nothing had marked it, would have found nothing."""
+        broker = self.world.broker
+        due_ms = next_deadline_ms(group)
+        waits = group.routing.added != group.registry.additions  # an ACK without effects
+        if group.is_due_known and not waits and due_ms is not None:
+            if broker is not None and broker.machine.next_deadline_ms() > due_ms:
+                raise InvariantViolation(f"a tick is due at {due_ms}, and not known to the broker")
+            self.reach["deadlines"] += 1
+        if group._commands.queued or group._follow_ups._settled is None:
+            return
+        pause, idle = group.pause.state, group.update.state is UpdateState.IDLE
+        sleeps = group.sleep.barrier is not None or group.sleep.state is not SleepState.AWAKE
+        late = any(record.joined_late for record in group.registry._records.values())
+        missed = {
+            "the end of a sleep": pause is PauseState.RUNNING and sleeps,
+            "the end of a pause": pause is PauseState.PAUSED
+            and idle
+            and (group.orphaned or group.resume_asked),
+            "the admission of late engines": late and not group.is_busy(),
+        }
+        if any(missed.values()):
+            raise InvariantViolation(f"nobody looks for {[k for k, v in missed.items() if v]}")
 
     def _check_version(self, group: Group) -> None:
         """The version that is counted report by report is the median of all reports."""

@@ -9,7 +9,7 @@ others, and returns effects. :meth:`Broker.tick` handles timeouts.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from bus import messages as m
 from bus.protocol.broker.group_table import GroupTable
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from bus.errors import DecodeError
     from bus.protocol.core.access import KeyRole
     from bus.protocol.group.group import Group
-
-
-WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 
 
 class Broker:
@@ -126,13 +123,9 @@ class Broker:
             ]
         peer.last_seq = envelope.seq
         peer.on_frame(now_ms, type(message) is m.Heartbeat, getattr(message, "step", ""))
-        group = self.groups.get(peer.group)
-        back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:
-            assert group is not None, "an engine's"
-            group.registry.on_ack(peer, message, staged=group.update.staged)
-            return back + group.on_ack(peer.name, message, now_ms)
-        return back + self._from_peer(peer, envelope, message, now_ms)
+            return self.groups[peer.group].receive(peer, envelope, message, now_ms)
+        return self._from_peer(peer, envelope, message, now_ms)
 
     def on_malformed_frame(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
         """Refuses a frame that could not be decoded, naming the field; nothing else changes."""
@@ -213,19 +206,11 @@ class Broker:
                     group.epoch if group else 0,
                 )
             ]
-            if peer.role == "engine" and group is not None:
-                beat += group.on_engine_heartbeat(peer, message)
-            elif group is not None and group.owner is peer:
-                if envelope.epoch < group.session.granted_epoch:  # its WELCOME was lost
-                    beat.append(self._welcome(peer, group, peer.route, envelope.id))
-                beat += group.on_owner_heartbeat(message, now_ms)
-            return beat
-        if isinstance(message, m.CoreStatus) and group is not None:
-            return group.dp_groups.on_core_status(peer, message, now_ms)
-        if isinstance(message, m.Armed) and group is not None:
-            return group.apply(group.update.on_armed(peer.name, message, now_ms), now_ms)
-        if isinstance(message, m.Probed) and group is not None:
-            return group.apply(group.update.on_probed(peer.name, message, now_ms), now_ms)
+            if group is None:
+                return beat
+            if group.owner is peer and envelope.epoch < group.session.granted_epoch:
+                beat.append(self._welcome(peer, group, peer.route, envelope.id))  # one was lost
+            return beat + group.receive(peer, envelope, message, now_ms)
         if isinstance(message, m.Leave):
             return self._remove_peer(peer, "peer_left", message.reason or "left", now_ms)
         if isinstance(message, m.StatusRequest):
@@ -236,17 +221,11 @@ class Broker:
         if isinstance(message, m.RoutesRequest):
             watched = self.groups.get(message.group)
             return watched.tell_routes((peer.route,)) if watched else []
-        if isinstance(message, m.Nack):
-            if peer.role == "engine" and group is not None and message.step:
-                return group.on_nack(peer.name, message, now_ms)
+        if isinstance(message, m.Nack) and not (peer.role == "engine" and message.step):
             note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
             return [Note("peer_nack", "warning", note)]
         assert group is not None, "watchers have no verbs but those above"
-        if isinstance(message, WAVE_MESSAGES):
-            return group.dp_groups.on_message(peer, envelope.id, message)
-        if isinstance(message, m.AwaitStep):
-            return group.followers.on_await_step(peer, envelope.id, message)
-        return group.command(peer, envelope.id, envelope.epoch, message, now_ms)
+        return group.receive(peer, envelope, message, now_ms)
 
     def _join(
         self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float, user: str
@@ -273,10 +252,8 @@ class Broker:
             ]
         peer, group = result
         came: list[Effect] = []
-        if peer.role == "engine" and group is not None:
-            came = group.on_engine_joined(peer, now_ms)  # may change the WELCOME's version
-        elif peer.role == "coordinator" and group is not None:
-            came = group.dp_groups.on_coordinator_joined(peer)
+        if group is not None:
+            came = group.on_joined(peer, now_ms)  # may change the WELCOME's version
         elif peer.role in WATCHERS:
             came = [note for each in self.groups.values() for note in each.tell_routes((route,))]
         again = known is not None and known.boot == envelope.boot
@@ -401,10 +378,12 @@ class Broker:
 
     def _review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
         """Processes what has changed of these groups: routes, and when the next tick is due."""
-        for group in (self.groups[name] for name in names if name in self.groups):
-            effects = group.review(effects, self.peers.watchers, now_ms)
-            if (due_ms := group.next_deadline_ms()) is not None:
-                self._due_ms = min(self._due_ms, due_ms)
+        for name in names:
+            group = self.groups.get(name)
+            if group is not None:
+                effects, due_ms = group.review(effects, self.peers.watchers, now_ms)
+                if due_ms is not None and due_ms < self._due_ms:
+                    self._due_ms = due_ms
         return effects
 
     def _drop_peer(self, peer: Peer) -> None:
@@ -427,16 +406,7 @@ class Broker:
         group = self.groups.get(peer.group)
         if group is None:
             return effects
-        if peer.role == "coordinator":
-            return effects + group.dp_groups.on_coordinator_lost(peer)
-        if peer.role == "engine":
-            failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)
-            return effects + group.on_engine_lost(peer, failure, now_ms)
-        if peer.role == "follower":
-            effects += group.on_follower_gone(peer, reason)
-        if group.owner is peer:
-            effects += group.on_owner_gone(f"trainer {reason}", now_ms)
-        return effects
+        return effects + group.on_gone(peer, reason, now_ms)
 
     # -- answers --------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Invariant: what :meth:`FollowedRoutes.receive` returns are the routes of one revision of the present
 broker. A change fits only the revision before it. If that one was lost, or is of another broker,
-nothing is returned until the broker has answered a ROUTES_REQUEST.
+all routes are requested, and nothing is returned until they have arrived.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING
 from bus.messages import Routes, RoutesChange, RoutesRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bus.messages import Envelope, Message
 
 
 class FollowedRoutes:
-    """Keeps the routes of all groups that a watcher receives."""
+    """Keeps the routes of all groups that a watcher receives.
 
-    def __init__(self) -> None:
+    Args:
+        send: sends a message to the broker.
+    """
+
+    def __init__(self, send: Callable[[RoutesRequest], object]) -> None:
+        self._send = send
         self._boot = 0  # of the broker that has sent these
         self._groups: dict[str, Routes] = {}
 
-    def receive(self, envelope: Envelope, message: Message) -> Routes | RoutesRequest | None:
-        """Handles a message of the broker.
-
-        Returns:
-            The new routes of the envelope's group; or what to send to the broker, because a change
-            was lost; or None, if the message is neither ROUTES nor ROUTES_CHANGE.
-        """
+    def receive(self, envelope: Envelope, message: Message) -> Routes | None:
+        """Returns the new routes of the envelope's group, if the message brings or changes them."""
         if not isinstance(message, Routes | RoutesChange):
             return None
         if envelope.boot != self._boot:
@@ -37,7 +39,8 @@ class FollowedRoutes:
         if isinstance(message, RoutesChange):
             before = self._groups.get(envelope.group, Routes(0, ()))
             if message.revision != before.revision + 1:
-                return RoutesRequest(envelope.group)
+                self._send(RoutesRequest(envelope.group))
+                return None
             message = _changed(before, message)
         self._groups[envelope.group] = message
         return message

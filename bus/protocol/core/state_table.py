@@ -32,6 +32,7 @@ class StateMachine(Generic[S, E]):
         self._name = name
         self._transitions = transitions
         self._state = initial
+        self.moves = 0  # how many transitions were made
         self._story: deque[tuple[S, E]] = deque(maxlen=STORY_EVENTS)
 
     @property
@@ -50,6 +51,7 @@ class StateMachine(Generic[S, E]):
             raise self._illegal(event.value)
         self._story.append((self._state, event))
         self._state = following
+        self.moves += 1
 
     def _illegal(self, event: str) -> IllegalTransition:
         return IllegalTransition(self._name, self._state, event, self._story)

@@ -55,13 +55,16 @@ class Commands:
 
     Args:
         state: the group.
+
+    Attributes:
+        queued: the commands that wait for their turn, by step.
     """
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
         self._earlier_commits = EarlierCommits(state)
-        self._queued: dict[m.Step, Queued] = {}
+        self.queued: dict[m.Step, Queued] = {}
 
     def execute(self, msg_id: int, message: m.Message, now_ms: float) -> list[Action]:
         """Checks a command and starts its step.
@@ -90,6 +93,7 @@ class Commands:
             case m.WaitEngines():
                 until_ms = now_ms + message.timeout_ms
                 self._state.session.waiters[msg_id] = (message, until_ms)
+                self._state.is_due_known = False
                 return [*self._state.answer_waiters(now_ms, is_new=True)]
             case m.TrainerStep():
                 forwarded = self._state.followers.on_trainer_step(message)
@@ -152,7 +156,7 @@ class Commands:
     def _queue(self, msg_id: int, step: m.Step, message: Queued) -> list[Action]:
         """Queues a command; :meth:`next_queued` executes it when its turn comes."""
         self._state.session.ask((step, 0), msg_id)
-        self._queued[step] = message
+        self.queued[step] = message
         return []
 
     def next_queued(self, now_ms: float) -> list[Action]:
@@ -165,9 +169,9 @@ class Commands:
         update, pause = self._state.update, self._state.pause.state
         loads = update.state is UpdateState.LOADING
         refused: list[Action] = []
-        for step, message in list(self._queued.items()):
+        for step, message in list(self.queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
-                del self._queued[step]
+                del self.queued[step]
                 ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this was its turn")
                 nack = (update.failure or ended).nack(step.value, message.update_id)
                 refused += self._state.session.answer((step, 0), nack)
@@ -183,14 +187,14 @@ class Commands:
                 case m.UpdateFinish() if loads and update.has_sent_all:
                     asked = update.finish(message, now_ms)
                 case m.Commit() if update.state is UpdateState.FINISHED and message.differing:
-                    self._queued[step] = replace(message, differing=())
+                    self.queued[step] = replace(message, differing=())
                     return [*refused, *self._expel(failures(message.differing), now_ms)]
                 case m.Commit() if update.state is UpdateState.FINISHED and (
                     not update.staged or pause is PauseState.RUNNING
                 ):
                     asked = update.commit(message, now_ms)
             if asked:
-                del self._queued[step]
+                del self.queued[step]
                 return [*refused, *asked]
         return refused
 
@@ -422,6 +426,62 @@ class Commands:
             return []
         failure = Failure(m.NackCode.CANCELLED, message.reason or "aborted by the trainer")
         return [*self._state.update.abort(failure, now_ms)]
+
+
+class FollowUps:
+    """Finds what follows from a change of the group's state, and skips the search if nothing can.
+
+    Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come, the
+    end of an abandoned pause, and the admission of engines that joined late. They depend on
+
+    - the states of pause, sleep and update: each transition counts in ``StateMachine.moves``;
+    - queued commands, which also wait for chunks: while there are any, the search is made;
+    - a trainer that is gone: the group calls :meth:`mark`. (A RESUME waits for a transition.)
+    - engines that joined late: they do so only in a pause or an update, whose end is a transition.
+
+    So a search that found nothing finds nothing until one of these changes. Most events, such as
+    the ACKs of a chunk, change none of them.
+
+    Args:
+        state: the group.
+        commands: its queued commands.
+    """
+
+    def __init__(self, state: GroupState, commands: Commands) -> None:
+        self._state = state
+        self._commands = commands
+        self._settled: tuple[int, int, int] | None = None  # moves of the last search in vain
+
+    def mark(self) -> None:
+        """Records a change that is no transition of a state machine."""
+        self._settled = None
+
+    def next(self, now_ms: float) -> list[Action]:
+        """Returns the actions of the next follow-up; empty: none is possible now."""
+        state = self._state
+        moves = (state.pause.moves, state.sleep.moves, state.update.moves)
+        if moves == self._settled and not self._commands.queued:
+            return []
+        actions = self._find(now_ms)
+        self._settled = None if actions else moves
+        return actions
+
+    def _find(self, now_ms: float) -> list[Action]:
+        state = self._state
+        if state.pause.state is PauseState.RUNNING:
+            over = state.sleep.over()
+            if over:
+                return [*over]
+        queued = self._commands.next_queued(now_ms)
+        if queued:
+            return queued
+        if state.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
+            state.resume_asked = False
+        elif (state.orphaned or state.resume_asked) and state.update.state is UpdateState.IDLE:
+            return state.end_pause(now_ms) if state.pause.state is PauseState.PAUSED else []
+        if not state.is_busy() and state.registry.admit_joined_late():
+            return [*state.answer_waiters(now_ms)]
+        return []
 
 
 def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:

@@ -121,10 +121,9 @@ def _routed_by(peer: Peer, record: EngineRecord) -> tuple[object, ...]:
     """Returns what the routes depend on, of one engine."""
     facts = peer.facts
     assert facts is not None
-    place = (facts.dp_group, facts.dp_size, facts.endpoint, facts.limits, facts.pd_role)
-    is_out = peer.phase in UNROUTABLE or bool(peer.overdue)
-    record_out = (record.quarantined is not None, record.not_admitting, record.incomplete)
-    return (*place, peer.version, is_out, *record_out)
+    entry = (facts.dp_group, facts.dp_size, facts.endpoint, facts.limits, facts.pd_role)
+    is_out = peer.phase in UNROUTABLE or bool(peer.overdue) or record.quarantined is not None
+    return (*entry, peer.version, is_out, record.not_admitting, record.incomplete)
 
 
 def _why_nobody(registry: EngineRegistry, group: str) -> Declined:

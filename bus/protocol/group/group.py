@@ -18,27 +18,21 @@ Methods take an event, with ``now_ms``, and return effects.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from bus import messages as m
 from bus.protocol.core.ack_barrier import STILL_CLOSED
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.group import timeouts
-from bus.protocol.group.canary import probe_report
 from bus.protocol.group.catch_up import stale_dp_groups
-from bus.protocol.group.commands import Commands
-from bus.protocol.group.group_state import GroupState
+from bus.protocol.group.commands import Commands, FollowUps
+from bus.protocol.group.group_state import GroupSteps
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import find_leftover
 from bus.protocol.group.replies import (
-    DONE_EVENTS,
     PAUSE_STEPS,
     SLEEP_STEPS,
-    WINDOW_STEPS,
-    done_ack,
-    done_fields,
     failure_fields,
 )
 from bus.protocol.group.status import status_of
@@ -54,26 +48,79 @@ if TYPE_CHECKING:
 
     Watchers: TypeAlias = Callable[[], tuple[bytes, ...]]  # returns their routing ids
 
-# These steps change engines' phases and versions, and so possibly which engines are routable.
-_MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.ABORT})
 
-
-class Group(GroupState):
+class Group(GroupSteps):
     """The state of a group, and the execution of its state machines' instructions."""
 
     def __init__(self, name: str, config: BrokerConfig) -> None:
         super().__init__(name, config)
         self._commands = Commands(self)
+        self._follow_ups = FollowUps(self, self._commands)
+        self._routes_marks: tuple[int, ...] = ()  # as they were at the last review
+
+    # -- events -----------------------------------------------------------------
+
+    def receive(
+        self, peer: Peer, envelope: m.Envelope, message: m.Message, now_ms: float
+    ) -> list[Effect]:
+        """Passes a message of a peer of the group to the state machine that it concerns."""
+        back = self.take_back(peer, message, now_ms) if peer.overdue else []
+        if type(message) is m.Ack:
+            self.registry.on_ack(peer, message, staged=self.update.staged)
+            return back + self._on_ack(peer.name, message, now_ms)
+        return back + self._receive(peer, envelope, message, now_ms)
+
+    def _receive(
+        self, peer: Peer, envelope: m.Envelope, message: m.Message, now_ms: float
+    ) -> list[Effect]:
+        match message:
+            case m.Heartbeat() if peer.role == "engine":
+                return self._on_engine_heartbeat(peer, message)
+            case m.Heartbeat():
+                return self._on_owner_heartbeat(message, now_ms) if peer is self.owner else []
+            case m.CoreStatus():
+                return self.dp_groups.on_core_status(peer, message, now_ms)
+            case m.Armed():
+                return self._apply(self.update.on_armed(peer.name, message, now_ms), now_ms)
+            case m.Probed():
+                return self._apply(self.update.on_probed(peer.name, message, now_ms), now_ms)
+            case m.Nack():
+                return self._on_nack(peer.name, message, now_ms)
+            case m.FirstReq() | m.WaveStarted() | m.WaveComplete():
+                return self.dp_groups.on_message(peer, envelope.id, message)
+            case m.AwaitStep():
+                return self.followers.on_await_step(peer, envelope.id, message)
+            case _:
+                return self._command(peer, envelope.id, envelope.epoch, message, now_ms)
+
+    def on_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
+        """Records a peer that has joined the group, or joined again."""
+        if peer.role == "engine":
+            return self._on_engine_joined(peer, now_ms)
+        return self.dp_groups.on_coordinator_joined(peer) if peer.role == "coordinator" else []
+
+    def on_gone(self, peer: Peer, reason: str, now_ms: float) -> list[Effect]:
+        """Ends what a peer that has left or was lost takes part in."""
+        if peer.role == "engine":
+            failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)
+            return self._on_engine_lost(peer, failure, now_ms)
+        if peer.role == "coordinator":
+            return self.dp_groups.on_coordinator_lost(peer)
+        effects = self.on_follower_gone(peer, reason) if peer.role == "follower" else []
+        if self.owner is peer:
+            effects += self._on_owner_gone(f"trainer {reason}", now_ms)
+        return effects
 
     # -- the trainer ----------------------------------------------------------
 
-    def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
+    def _on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
         """Ends the lost trainer's pause and update, so that engines resume generating."""
         self.session.release()
         return self._recover(Failure(m.NackCode.CANCELLED, reason), now_ms)
 
     def _recover(self, failure: Failure, now_ms: float) -> list[Effect]:
         self.orphaned = True
+        self._follow_ups.mark()
         self.pause.fail(failure)
         effects = self.abandon_discarded_weights(
             "its weights went in a sleep, and its trainer has gone"
@@ -84,10 +131,10 @@ class Group(GroupState):
             UpdateState.COMMITTING,
             UpdateState.ABORTING,
         ):
-            effects += self.apply(self.update.abort(failure, now_ms), now_ms)
-        return effects + self.run_follow_ups(now_ms)
+            effects += self._apply(self.update.abort(failure, now_ms), now_ms)
+        return effects + self._run_follow_ups(now_ms)
 
-    def command(
+    def _command(
         self, trainer: Peer, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[Effect]:
         """Executes a trainer's command; a repeated command (same id) gets the same answer."""
@@ -100,11 +147,11 @@ class Group(GroupState):
             self.moved_ms = now_ms
         except Declined as declined:
             return self.session.decline(trainer, msg_id, message, declined.failure)
-        return [*self._carry_out(actions, now_ms), *self.run_follow_ups(now_ms)]
+        return [*self.carry_out(actions, now_ms), *self._run_follow_ups(now_ms)]
 
     # -- the engines ----------------------------------------------------------
 
-    def on_engine_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
+    def _on_engine_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
         """Records an engine that joins, or joins again."""
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
@@ -127,18 +174,18 @@ class Group(GroupState):
         ]
         return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
-    def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
+    def _on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """Removes a lost or leaving engine from the group, its pause and its update."""
         if not self.registry.remove(peer, failure.detail):
             return []
         self.served.on_report(self.registry, peer, is_lost=True)
         effects = self.dp_groups.on_rank_lost(peer, failure.detail, now_ms)
-        effects += self.apply(self.update.on_lost(peer.name, failure, now_ms), now_ms)
-        effects += self.apply(self.sleep.on_lost(peer.name, failure), now_ms)
-        effects += self.apply(self.pause.on_lost(peer.name, failure, now_ms), now_ms)
-        return effects + self.run_follow_ups(now_ms)
+        effects += self._apply(self.update.on_lost(peer.name, failure, now_ms), now_ms)
+        effects += self._apply(self.sleep.on_lost(peer.name, failure), now_ms)
+        effects += self._apply(self.pause.on_lost(peer.name, failure, now_ms), now_ms)
+        return effects + self._run_follow_ups(now_ms)
 
-    def on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
+    def _on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         """Records a heartbeat, and ends what an earlier pause or update left at the engine."""
         if self.registry.on_heartbeat(peer, beat):
             self.served.on_report(self.registry, peer)
@@ -146,7 +193,7 @@ class Group(GroupState):
         effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
 
-    def on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
+    def _on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
         """Handles the trainer's heartbeat; names stale DP groups to a trainer with the weights."""
         if self.owner is not None and self.owner.in_flight != beat.in_flight:
             self.owner.in_flight, self.moved_ms = beat.in_flight, now_ms
@@ -171,7 +218,7 @@ class Group(GroupState):
         fields = {"peer": peer.name, "phase": beat.phase}
         return [self.note("reconcile", beat.update_id, "warning", fields), self.send(undo, names)]
 
-    def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Effect]:
+    def _on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Effect]:
         """Handles an engine's ACK. Hot path: all but the last ACK of a step only change a set."""
         if ack.step in PAUSE_STEPS:
             if ack.step is m.Step.RESUME and ack.outcome != STILL_CLOSED:
@@ -179,18 +226,18 @@ class Group(GroupState):
             instructions = self.pause.on_ack(name, ack, now_ms)
             if name in self.dp_groups:
                 moved = self.dp_groups.on_phase_changed(name, self.pause.members)
-                return moved + (self.apply(instructions, now_ms) if instructions else [])
+                return moved + (self._apply(instructions, now_ms) if instructions else [])
         elif ack.step in SLEEP_STEPS:
             instructions = self.sleep.on_ack(name, ack, now_ms)
         else:
             if ack.step is m.Step.ABORT and self.registry.on_abort_ack(name, ack.outcome):
                 fields = {"peer": name, "reason": self.registry.quarantined[name]}
                 note = self.note("quarantined", ack.update_id, "error", fields)
-                return [note, *self.apply(self.update.on_ack(name, ack, now_ms), now_ms)]
+                return [note, *self._apply(self.update.on_ack(name, ack, now_ms), now_ms)]
             instructions = self.update.on_ack(name, ack, now_ms)
-        return self.apply(instructions, now_ms) if instructions else []
+        return self._apply(instructions, now_ms) if instructions else []
 
-    def on_nack(self, name: str, nack: m.Nack, now_ms: float) -> list[Effect]:
+    def _on_nack(self, name: str, nack: m.Nack, now_ms: float) -> list[Effect]:
         """Handles an engine's refusal of a step."""
         what = m.step_name(nack.step, nack.chunk)
         in_chunk = nack.step == m.Step.CHUNK and what not in nack.detail
@@ -202,16 +249,16 @@ class Group(GroupState):
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
-                effects += self.apply(self.pause.on_refused(name, failure, now_ms), now_ms)
+                effects += self._apply(self.pause.on_refused(name, failure, now_ms), now_ms)
         elif nack.step in SLEEP_STEPS:
             if nack.update_id == self.pause.update_id:
-                effects += self.apply(self.sleep.on_refused(name, nack.step, failure), now_ms)
+                effects += self._apply(self.sleep.on_refused(name, nack.step, failure), now_ms)
         elif nack.update_id == self.update.update_id and (
             # While engines undo the update, only a refused ABORT matters.
             self.update.state is not UpdateState.ABORTING or nack.step == m.Step.ABORT
         ):
             effects += self._exclude(name, failure, now_ms)
-        return effects + self.run_follow_ups(now_ms)
+        return effects + self._run_follow_ups(now_ms)
 
     def _exclude(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
@@ -222,25 +269,26 @@ class Group(GroupState):
         if unsafe:
             for each in self.update.excluded.keys() - before:
                 self.registry.quarantine(each, failure.detail)  # before a resume that follows
-        return self.apply(instructions, now_ms)
+        return self._apply(instructions, now_ms)
 
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Repeats unanswered requests to engines, and ends steps that took too long."""
+        self.is_due_known = False
         effects: list[Effect] = []
         for barrier in self.barriers():
             if late := timeouts.late_engines(self, barrier, now_ms):
                 effects += self._end_overdue(barrier, late, now_ms)
             elif barrier.overdue(self.config.retry_ms, now_ms):
                 if barrier is self.pause.barrier:
-                    effects += self.apply(self.pause.retry(), now_ms)
+                    effects += self._apply(self.pause.retry(), now_ms)
                 else:
                     effects += [
                         self.send(again, names) for again, names in barrier.repeats() if names
                     ]
         last_heard = functools.partial(self.registry.last_heard, now_ms=now_ms)
-        effects += self.apply(self.pause.expire(now_ms, last_heard), now_ms)
+        effects += self._apply(self.pause.expire(now_ms, last_heard), now_ms)
         effects += timeouts.slow_steps(self, now_ms)
         if failure := timeouts.overdue_trainer(self, now_ms):
             effects += self._recover(failure, now_ms)
@@ -248,146 +296,66 @@ class Group(GroupState):
         effects += timeouts.end_holds(self, now_ms)
         return effects + timeouts.end_waits(self, now_ms)
 
-    def next_deadline_ms(self) -> float | None:
-        """Returns when :meth:`tick` is due at the latest; None: never."""
-        return timeouts.next_deadline_ms(self)
-
     def _end_overdue(self, barrier: AckBarrier, late: list[str], now_ms: float) -> list[Effect]:
         """Excludes the engines that have not acknowledged a step in time."""
         effects: list[Effect] = []
         for name, failure, notes in timeouts.overdue_engines(self, barrier, late, now_ms):
             effects += notes
             if barrier.step in PAUSE_STEPS:
-                effects += self.apply(self.pause.on_lost(name, failure, now_ms), now_ms)
+                effects += self._apply(self.pause.on_lost(name, failure, now_ms), now_ms)
             elif barrier.step in SLEEP_STEPS:
-                effects += self.apply(self.sleep.on_refused(name, barrier.step, failure), now_ms)
+                effects += self._apply(self.sleep.on_refused(name, barrier.step, failure), now_ms)
             else:
                 effects += self._exclude(name, failure, now_ms, overdue=True)
-        return effects + self.run_follow_ups(now_ms)
+        return effects + self._run_follow_ups(now_ms)
 
     # -- executing instructions --------------------------------------------------
 
-    def apply(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
+    def _apply(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
         """Executes a state machine's instructions and, if they had effects, the follow-ups."""
-        effects = self._carry_out(actions, now_ms)
-        return effects + self.run_follow_ups(now_ms) if effects else effects
+        effects = self.carry_out(actions, now_ms)
+        return effects + self._run_follow_ups(now_ms) if effects else effects
 
-    def run_follow_ups(self, now_ms: float) -> list[Effect]:
+    def _run_follow_ups(self, now_ms: float) -> list[Effect]:
         """Executes follow-ups, one after the other, until the state allows no more."""
         effects: list[Effect] = []
-        while actions := self._next_follow_up(now_ms):
-            effects += self._carry_out(actions, now_ms)
-        return effects
-
-    def _next_follow_up(self, now_ms: float) -> list[Action]:
-        """Returns the actions of the next follow-up.
-
-        Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come,
-        the end of an abandoned pause, and the admission of engines that joined late.
-        """
-        if self.pause.state is PauseState.RUNNING:
-            over = self.sleep.over()
-            if over:
-                return [*over]
-        queued = self._commands.next_queued(now_ms)
-        if queued:
-            return queued
-        if self.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
-            self.resume_asked = False
-        elif (self.orphaned or self.resume_asked) and self.update.state is UpdateState.IDLE:
-            return self.end_pause(now_ms) if self.pause.state is PauseState.PAUSED else []
-        if not self.is_busy() and self.registry.admit_joined_late():
-            return [*self.answer_waiters(now_ms)]
-        return []
-
-    def _carry_out(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for action in actions:
-            if isinstance(action, Ask):
-                effects.append(self.send(action.message, action.names))
-            elif isinstance(action, StepDone):
-                effects += self._on_step_done(action.barrier, now_ms)
-            elif isinstance(action, StepFailed):
-                effects += self._on_step_failed(action)
-            else:
-                effects.append(action)
-        return effects
-
-    def send(self, message: m.Message, names: Iterable[str]) -> Send:
-        """Returns the effect that sends a message to engines, under the group's epoch."""
-        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
-
-    def _on_step_done(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
-        self.moved_ms = now_ms
-        if barrier.step in _MOVES:
-            self.registry.changes += 1
-        if barrier.step is m.Step.COMMIT:
-            return [*self._on_committed(), *self._answer(barrier, now_ms)]
-        if barrier.step is m.Step.RESUME:
-            self.last_resumed = self.pause.update_id
-        return self._answer(barrier, now_ms)
-
-    def _on_committed(self) -> list[Effect]:
-        """Records a commit; engines with incomplete weights of the other model are quarantined."""
-        update = self.update
-        members, partial = update.members, update.partial
-        self.served.on_commit(update.version)
-        self.registry.on_committed(
-            members, update.version, partial, update.target, staged=update.staged
-        )
-        self.sleep.on_committed(members.keys() - partial)
-        effects: list[Effect] = []
-        for name in sorted(members.keys() & partial - self.sleep.discarded):
-            reason = "it holds a part of an update of its other model"
-            effects += self.quarantine(name, reason, self.update.update_id)
-        return effects
-
-    def _answer(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
-        step, left_out = barrier.step, tuple(sorted(self.registry.unable()))
-        answer = done_ack(barrier, self.pause, self.update, self.version, left_out, now_ms)
-        fields = done_fields(barrier, answer, self.update)
-        note = self.note(DONE_EVENTS[step], answer.update_id, "info", fields)
-        reply = probe_report(self.update, answer) if step is m.Step.PROBE else answer
-        return [note, *self.session.answer((step, barrier.chunk), reply)]
-
-    def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
-        step, failure = failed.step, failed.failure
-        update_id = self.pause.update_id if step in WINDOW_STEPS else self.update.update_id
-        event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
-        if step in PAUSE_STEPS:
-            event = "pause_failed"
-        elif failure.code in (m.NackCode.TRANSFER_CLOSED, m.NackCode.DTYPE_KEPT):  # it arms again
-            event = "dtype_kept" if failure.code is m.NackCode.DTYPE_KEPT else "transfer_closed"
-        level = "info" if event in ("transfer_closed", "dtype_kept") else "warning"
-        fields = failure_fields(step.value, failure, failed.chunk)
-        effects: list[Effect] = [self.note(event, update_id, level, fields)]
-        keys = [(step, failed.chunk)]
-        if step is m.Step.ABORT:
-            for name in self.update.partial:
-                self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
-            aborted = self.empty_ack(m.Step.ABORT, update_id)
-            effects += self.session.answer((m.Step.ABORT, 0), aborted)
-            keys = [key for key in self.session.steps() if key[0] not in WINDOW_STEPS]
-        for key in keys:
-            nack = failure.nack(key[0].value, update_id, key[1])
-            effects += self.session.answer(key, nack)
+        while actions := self._follow_ups.next(now_ms):
+            effects += self.carry_out(actions, now_ms)
         return effects
 
     # -- what others see ---------------------------------------------------------
 
-    def review(self, effects: list[Effect], watchers: Watchers, now_ms: float) -> list[Effect]:
-        """Sends changed routes to watchers; may hold messages to engines that left the routes."""
+    def review(
+        self, effects: list[Effect], watchers: Watchers, now_ms: float
+    ) -> tuple[list[Effect], float | None]:
+        """Sends changed routes to watchers; may hold messages to engines that left the routes.
+
+        What the routes depend on is marked by counters. A deadline can only have become earlier by
+        a request to engines, one of the trainer that waits for engines, a tick, or by these marks.
+
+        Returns:
+            The effects that remain, and when :meth:`tick` is due at the latest; None: not earlier
+            than said before.
+        """
+        registry, routing = self.registry, self.routing
+        moves = (self.pause.moves, self.sleep.moves, self.update.moves)
+        marks = (registry.changes, registry.additions, self.served.value, *moves)
+        if marks != self._routes_marks or routing.is_holding or routing.added != marks[1]:
+            self._routes_marks, self.is_due_known = marks, False
+            effects = self._review_routes(effects, watchers, now_ms)
+        if self.is_due_known:
+            return effects, None
+        self.is_due_known = True
+        return effects, timeouts.next_deadline_ms(self)
+
+    def _review_routes(
+        self, effects: list[Effect], watchers: Watchers, now_ms: float
+    ) -> list[Effect]:
         change = self.routing.changed(self.version, now_ms)
         effects = self.routing.hold(effects) if self.routing.is_holding else effects
         if change is None:
             return effects
-        fields = {
-            "version": change.version,
-            "engines": len(self.routing.now.engines),
-            "came": [each.engine for each in change.came],
-            "gone": list(change.gone),
-        }
-        note, to = self.note("routes", "", "info", fields), watchers()
+        note, to = self.note("routes", "", "info", self.routing.describe(change)), watchers()
         return [*effects, note, *([Send(change, to, 0, self.name, self.epoch)] if to else ())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:

@@ -2,7 +2,7 @@
 
 The modules :mod:`~bus.protocol.group.commands`, :mod:`~bus.protocol.group.timeouts` and
 :mod:`~bus.protocol.group.status` work on a :class:`GroupState` and return actions. Only
-:class:`bus.protocol.group.group.Group` executes actions, so none of them imports the group.
+:class:`GroupSteps`, for the group, executes actions, so none of them imports it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import GroupAck, GroupView, Message, NackCode, Step
-from bus.protocol.core.effects import Effect, Note
+from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Instruction
+from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
 from bus.protocol.dp.groups import DpGroups
+from bus.protocol.group.canary import probe_report
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
+from bus.protocol.group.replies import (
+    DONE_EVENTS,
+    WINDOW_STEPS,
+    done_ack,
+    done_fields,
+    failure_event,
+    failure_fields,
+)
 from bus.protocol.group.routing import SETTLE_MS, Routing
 from bus.protocol.group.sleep import SleepMachine
 from bus.protocol.group.trainer_session import Followers, TrainerSession
 from bus.protocol.group.update import UpdateMachine, UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.config import BrokerConfig
@@ -36,6 +45,8 @@ _ENDS: Final = {"committed": "was committed as version", "update_failed": "faile
 _REASONS: Final = {"committed": "version", "update_failed": "detail"}
 # The result of a rule. The group executes instructions, and passes effects on unchanged.
 Action: TypeAlias = Instruction | Effect
+# These steps change engines' phases and versions, and so possibly which engines are routable.
+_MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
 
 
 class GroupState:
@@ -53,6 +64,7 @@ class GroupState:
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
         ended: how the last updates ended, by their ids, in words.
         moved_ms: when the trainer last made progress, or was last answered.
+        is_due_known: False: a deadline of the group may be earlier than at its last review.
         count_due_ms: when :meth:`answer_waiters` must be called at the latest; None: never.
     """
 
@@ -74,6 +86,7 @@ class GroupState:
         self.resume_asked = False
         self.ended: dict[str, str] = {}
         self.moved_ms = 0.0
+        self.is_due_known = False
         self.count_due_ms: float | None = None  # when to count again for WAIT_ENGINES; None: never
         self._counted_ms = -SETTLE_MS
 
@@ -149,6 +162,7 @@ class GroupState:
         waits = self.session.waiters.values()
         if not any(len(self.registry.engines) >= wait.count for wait, _ in waits):
             return []
+        self.is_due_known = False
         if now_ms < self._counted_ms + SETTLE_MS and not is_new:
             self.count_due_ms = self._counted_ms + SETTLE_MS
             return []
@@ -201,3 +215,77 @@ class GroupState:
         return GroupAck(
             step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()
         )
+
+
+class GroupSteps(GroupState):
+    """Executes the instructions of a group's state machines: requests to engines, and answers."""
+
+    def carry_out(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
+        """Executes instructions; passes effects on unchanged."""
+        effects: list[Effect] = []
+        for action in actions:
+            if isinstance(action, Ask):
+                self.is_due_known = False
+                effects.append(self.send(action.message, action.names))
+            elif isinstance(action, StepDone):
+                effects += self._on_step_done(action.barrier, now_ms)
+            elif isinstance(action, StepFailed):
+                effects += self._on_step_failed(action)
+            else:
+                effects.append(action)
+        return effects
+
+    def send(self, message: Message, names: Iterable[str]) -> Send:
+        """Returns the effect that sends a message to engines, under the group's epoch."""
+        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
+
+    def _on_step_done(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+        self.moved_ms = now_ms
+        if barrier.step in _MOVES:
+            self.registry.changes += 1
+        if barrier.step is Step.COMMIT:
+            return [*self._on_committed(), *self._answer(barrier, now_ms)]
+        if barrier.step is Step.RESUME:
+            self.last_resumed = self.pause.update_id
+        return self._answer(barrier, now_ms)
+
+    def _on_committed(self) -> list[Effect]:
+        """Records a commit; engines with incomplete weights of the other model are quarantined."""
+        update = self.update
+        members, partial = update.members, update.partial
+        self.served.on_commit(update.version)
+        self.registry.on_committed(
+            members, update.version, partial, update.target, staged=update.staged
+        )
+        self.sleep.on_committed(members.keys() - partial)
+        effects: list[Effect] = []
+        for name in sorted(members.keys() & partial - self.sleep.discarded):
+            reason = "it holds a part of an update of its other model"
+            effects += self.quarantine(name, reason, self.update.update_id)
+        return effects
+
+    def _answer(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+        step, left_out = barrier.step, tuple(sorted(self.registry.unable()))
+        answer = done_ack(barrier, self.pause, self.update, self.version, left_out, now_ms)
+        fields = done_fields(barrier, answer, self.update)
+        note = self.note(DONE_EVENTS[step], answer.update_id, "info", fields)
+        reply = probe_report(self.update, answer) if step is Step.PROBE else answer
+        return [note, *self.session.answer((step, barrier.chunk), reply)]
+
+    def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
+        step, failure = failed.step, failed.failure
+        update_id = self.pause.update_id if step in WINDOW_STEPS else self.update.update_id
+        event, level = failure_event(step, failure)
+        fields = failure_fields(step.value, failure, failed.chunk)
+        effects: list[Effect] = [self.note(event, update_id, level, fields)]
+        keys = [(step, failed.chunk)]
+        if step is Step.ABORT:
+            for name in self.update.partial:
+                self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
+            aborted = self.empty_ack(Step.ABORT, update_id)
+            effects += self.session.answer((Step.ABORT, 0), aborted)
+            keys = [key for key in self.session.steps() if key[0] not in WINDOW_STEPS]
+        for key in keys:
+            nack = failure.nack(key[0].value, update_id, key[1])
+            effects += self.session.answer(key, nack)
+        return effects

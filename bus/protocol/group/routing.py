@@ -88,6 +88,7 @@ class Routing:
 
     Attributes:
         now: the routes that were announced last.
+        added: the ``additions`` that they have.
         computed: how often the routes of all engines were computed.
     """
 
@@ -101,7 +102,7 @@ class Routing:
         self._sleep = sleep
         self._hold_ms = hold_ms
         self._seen: tuple[object, ...] = ()
-        self._added = 0  # the additions that the routes have
+        self.added = 0
         self._settled_ms = 0.0  # when further additions may be computed
         self._confirmed: dict[str, int] = {}  # watchers' last revisions, by name
         self._held: dict[str, _Held] = {}  # by the engine's name
@@ -113,7 +114,7 @@ class Routing:
         inputs = self._inputs(version)
         if inputs == self._seen and now_ms < self._settled_ms:
             return None
-        self._seen, self._added = inputs, self._registry.additions
+        self._seen, self.added = inputs, self._registry.additions
         self._settled_ms = now_ms + SETTLE_MS
         self.computed += 1
         before = {route.engine: route for route in self.now.engines}
@@ -129,9 +130,15 @@ class Routing:
             self._held.setdefault(name, held).revision = self.now.revision
         return RoutesChange(version, self.now.revision, came, tuple(sorted(before)))
 
+    def describe(self, change: RoutesChange) -> dict[str, object]:
+        """Returns the fields of a change's log event: who came and left, and how many there are."""
+        came = [each.engine for each in change.came]
+        engines = len(self.now.engines)
+        return {"version": change.version, "engines": engines, "came": came, "gone": [*change.gone]}
+
     def is_current(self, version: int) -> bool:
         """Whether the routes show all that they depend on; ``version`` is the group's."""
-        return self._seen == self._inputs(version) and self._added == self._registry.additions
+        return self._seen == self._inputs(version) and self.added == self._registry.additions
 
     def _inputs(self, version: int) -> tuple[object, ...]:
         aborting = self._update.state is UpdateState.ABORTING
@@ -156,7 +163,7 @@ class Routing:
     def due_ms(self) -> float | None:
         """When :meth:`expire` or :meth:`changed` is due; None: no message or addition waits."""
         times = [each.until_ms for each in self._held.values()]
-        is_late = self._added != self._registry.additions
+        is_late = self.added != self._registry.additions
         if is_late and self._update.state is not UpdateState.COMMITTING:
             times.append(self._settled_ms)
         return min(times, default=None)

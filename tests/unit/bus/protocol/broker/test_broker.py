@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -394,7 +395,13 @@ def test_a_frame_costs_the_same_with_many_groups(
 ) -> None:
     """Only the groups that its sender is in, before and after it, are looked at."""
     looked: list[str] = []
-    monkeypatch.setattr(Group, "next_deadline_ms", lambda group: looked.append(group.name))
+    review = Group.review
+
+    def look(group: Group, effects: list[Effect], *args: Any) -> tuple[list[Effect], float | None]:
+        looked.append(group.name)
+        return review(group, effects, *args)
+
+    monkeypatch.setattr(Group, "review", look)
     for number in range(30):
         bench.say(f"e{number}", engine_join(dp_group="e"), group=f"g{number}")
     looked.clear()

@@ -26,7 +26,6 @@ from bus.messages import (
     WaitEngines,
 )
 from bus.protocol.core.effects import Note
-from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
@@ -1079,6 +1078,5 @@ def test_an_opening_that_is_made_again_is_no_failure_of_an_update() -> None:
     scene.until(UpdateState.OPENING)
     group = scene.world.existing_group
     peer = group.registry.engines["e1"]
-    lost = Failure(NackCode.PEER_LOST, "gone", "e1")
-    notes = [each for each in group.on_engine_lost(peer, lost, 1.0) if isinstance(each, Note)]
+    notes = [each for each in group.on_gone(peer, "gone", 1.0) if isinstance(each, Note)]
     assert [(note.event, note.level) for note in notes] == [("transfer_closed", "info")]

@@ -665,7 +665,7 @@ class SimRouter:
         self.engines: set[str] = set()
         self._world = world
         self._slow_ms = slow_ms
-        self._followed = FollowedRoutes()
+        self._followed = FollowedRoutes(lambda request: self._peer.send(request))  # noqa: PLW0108 - made below
         self._peer = PeerClient(
             name="w",
             group="",
@@ -682,7 +682,7 @@ class SimRouter:
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         routes = self._followed.receive(envelope, message)
-        if isinstance(routes, Routes):
+        if routes is not None:
             names = {route.engine for route in routes.engines}
             taken = RoutesTaken(envelope.group, routes.revision)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from bus.messages import Heartbeat, Join, RoutesChange, WaitEngines, codec
 from bus.protocol.core.effects import Note, Send
-from tests.unit.bus._builders import engine_join
-from tests.unit.bus.protocol.broker.test_broker import TRAINER_JOIN, Bench
+from tests.unit.bus._builders import TRAINER_JOIN, engine_join
+from tests.unit.bus.protocol.broker.test_broker import Bench
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -58,7 +58,7 @@ class Storm(Bench):
         for index in range(self.engines):
             self._count(f"engine-{index:04}", Heartbeat("running", 0, 0, ""))
         self.cost.update(self._price(self.settle()))
-        return Counter({what: count / self.engines for what, count in self.cost.items()})  # type: ignore[misc]
+        return Counter({what: count / self.engines for what, count in self.cost.items()})
 
     def _count(self, sender: str, message: Join | Heartbeat) -> None:
         self.now_ms += 1000.0 / self.engines
