@@ -344,7 +344,7 @@ def test_vllm_router_loses_no_request_to_an_engine_that_stops(bus: Bus) -> None:
                 await asyncio.to_thread(watch.wait_event, "router_worker_added")
             watch.signal(signal.SIGSTOP)
             first.signal(signal.SIGTERM)
-            await asyncio.to_thread(bus.broker.wait_event, "routes", engines=["e1"])
+            await asyncio.to_thread(bus.broker.wait_event, "routes", gone=["e0"])
             for number in range(32):
                 await ask(http, url, f"s{number}")
             assert first.process.poll() is None

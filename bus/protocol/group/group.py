@@ -355,7 +355,13 @@ class Group(GroupSteps):
         effects = self.routing.hold(effects) if self.routing.is_holding else effects
         if change is None:
             return effects
-        note, to = self.note("routes", "", "info", self.routing.describe(change)), watchers()
+        fields = {
+            "version": change.version,
+            "engines": len(self.routing.now.engines),
+            "came": [each.engine for each in change.came],
+            "gone": list(change.gone),
+        }
+        note, to = self.note("routes", "", "info", fields), watchers()
         return [*effects, note, *([Send(change, to, 0, self.name, self.epoch)] if to else ())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:

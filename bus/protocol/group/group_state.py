@@ -20,10 +20,11 @@ from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
 from bus.protocol.group.replies import (
     DONE_EVENTS,
+    PAUSE_STEPS,
+    SLEEP_STEPS,
     WINDOW_STEPS,
     done_ack,
     done_fields,
-    failure_event,
     failure_fields,
 )
 from bus.protocol.group.routing import SETTLE_MS, Routing
@@ -275,7 +276,12 @@ class GroupSteps(GroupState):
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure
         update_id = self.pause.update_id if step in WINDOW_STEPS else self.update.update_id
-        event, level = failure_event(step, failure)
+        event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
+        if step in PAUSE_STEPS:
+            event = "pause_failed"
+        elif failure.code in (NackCode.TRANSFER_CLOSED, NackCode.DTYPE_KEPT):  # it arms again
+            event = "dtype_kept" if failure.code is NackCode.DTYPE_KEPT else "transfer_closed"
+        level = "info" if event in ("transfer_closed", "dtype_kept") else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]

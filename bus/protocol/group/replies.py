@@ -107,19 +107,6 @@ def done_fields(
     return fields
 
 
-def failure_event(step: m.Step, failure: Failure) -> tuple[str, str]:
-    """Returns the name and level of the log event of a step that failed."""
-    if step in PAUSE_STEPS:
-        return "pause_failed", "warning"
-    if step in SLEEP_STEPS:
-        return "sleep_failed", "warning"
-    if failure.code is m.NackCode.TRANSFER_CLOSED:  # it arms again, as after the next
-        return "transfer_closed", "info"
-    if failure.code is m.NackCode.DTYPE_KEPT:
-        return "dtype_kept", "info"
-    return "update_failed", "warning"
-
-
 def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]:
     """Returns the log fields of a step that has failed.
 

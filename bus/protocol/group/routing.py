@@ -130,12 +130,6 @@ class Routing:
             self._held.setdefault(name, held).revision = self.now.revision
         return RoutesChange(version, self.now.revision, came, tuple(sorted(before)))
 
-    def describe(self, change: RoutesChange) -> dict[str, object]:
-        """Returns the fields of a change's log event: who came and left, and how many there are."""
-        came = [each.engine for each in change.came]
-        engines = len(self.now.engines)
-        return {"version": change.version, "engines": engines, "came": came, "gone": [*change.gone]}
-
     def is_current(self, version: int) -> bool:
         """Whether the routes show all that they depend on; ``version`` is the group's."""
         return self._seen == self._inputs(version) and self.added == self._registry.additions
