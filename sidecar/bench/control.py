@@ -1,14 +1,16 @@
 """``bench control``: a group's pause and resume over the bus, HTTP and bare ZeroMQ.
 
 ``docs/bench.md`` describes each way. All processes with an event loop have the same kind of loop.
-CPU time is measured afterwards, over blocks of rounds of one way. The broker reports its own CPU
-time (STATUS); that of HTTP is the CPU time of this process, which is the client. Heartbeats within
-a block count as CPU time of the bus.
+Stub engines run in several processes, so that none of them is busier than the broker. CPU time is
+measured afterwards, over blocks of rounds of one way. The broker reports its own CPU time (STATUS);
+those of HTTP and of bare ZeroMQ are the CPU time of this process, which is the client, or the
+ROUTER. Heartbeats within a block count as CPU time of the bus.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import time
 from functools import partial
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 SCALE: Final = (8, 64, 256, 1024)
 IDLE_ENGINES: Final = 1024
 _GROUP: Final = "bench"
+_STUBS_PER_PROCESS: Final = 128
+_MIN_STUB_PROCESSES: Final = 2
 _ROLES: Final[tuple[FileRole, ...]] = ("engine", "trainer")
 _IDLE_S: Final = 10.0
 _CALM_S: Final = 2.0
@@ -123,7 +127,7 @@ async def compare(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
                 say(f"{plan.engines} engines: round {number} of {plan.rounds}")
 
         found = await in_turn(ways, plan.rounds, warm=_WARM_ROUNDS, swing=True, on_round=tell)
-        http.cpu_s = broker_cpu_s = 0.0
+        http.cpu_s = raw.cpu_s = broker_cpu_s = 0.0
         blocks = -(-plan.rounds // _BLOCK_ROUNDS)
         for _ in range(blocks):
             before = await trainer.ask("status")
@@ -132,19 +136,22 @@ async def compare(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
             broker_cpu_s += (await trainer.ask("status"))["cpu_s"] - before["cpu_s"]
             for _ in range(_BLOCK_ROUNDS):
                 await http.round_ms()
-    return figures_of(found, plan.engines, blocks * _BLOCK_ROUNDS, broker_cpu_s, http.cpu_s)
+            for _ in range(_BLOCK_ROUNDS):
+                await raw.round_ms()
+    cpu_s = {"broker": broker_cpu_s, "http": http.cpu_s, "raw": raw.cpu_s}
+    return figures_of(found, plan.engines, blocks * _BLOCK_ROUNDS, cpu_s)
 
 
 def figures_of(
     found: Mapping[str, list[float]],
     engines: int,
     cpu_rounds: int,
-    broker_cpu_s: float,
-    http_cpu_s: float,
+    cpu_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Computes the results of :func:`compare` from round times in ms and CPU times.
 
-    The CPU times are those of the broker and the HTTP client in ``cpu_rounds`` rounds, in seconds.
+    The CPU times are those of the broker, the HTTP client and the bare ROUTER in ``cpu_rounds``
+    rounds of each, in seconds.
     """
     medians = {way: median(took_ms) for way, took_ms in found.items()}
     per_round_us = 1e6 / (engines * cpu_rounds)
@@ -157,8 +164,11 @@ def figures_of(
             for way, took_ms in medians.items()
             if way != "bus"
         },
-        "broker_cpu_us_per_engine_round": round(broker_cpu_s * per_round_us, 1),
-        "http_cpu_us_per_engine_round": round(http_cpu_s * per_round_us, 1),
+        **{
+            f"{process}_cpu_us_per_engine_round": round(spent_s * per_round_us, 1)
+            for process, spent_s in cpu_s.items()
+        },
+        "ratio_cpu_raw": round(cpu_s["broker"] / cpu_s["raw"], 3),
     }
 
 
@@ -173,20 +183,23 @@ async def grown(bench: Bench, engines: int, rounds: int) -> float:
 
 
 async def idle(bench: Bench) -> dict[str, float]:
-    """Returns the broker's memory and share of a CPU while engines send only heartbeats.
+    """Returns what 1,024 engines cost the broker: their joins, then their heartbeats.
 
-    There are 1,024 engines, each with one heartbeat per second.
+    Each has one heartbeat per second. The time of the joins includes the start of all processes.
     """
     raise_file_limit(IDLE_ENGINES)
     say(f"idle: {IDLE_ENGINES} engines")
     async with await bench.part() as part:
+        since_s = time.monotonic()
         trainer = await bus(part, IDLE_ENGINES)
+        joined_s = time.monotonic() - since_s
         await asyncio.sleep(_CALM_S)
         before, since_s = await trainer.ask("status"), time.monotonic()
         await asyncio.sleep(_IDLE_S)
         took_s = time.monotonic() - since_s
         after = await trainer.ask("status")
     return {
+        "join_s_1024": round(joined_s, 1),
         "broker_rss_mb_1024": round(after["rss_bytes"] / 1e6, 1),
         "heartbeat_core_share_1024": round((after["cpu_s"] - before["cpu_s"]) / took_s, 4),
     }
@@ -201,7 +214,22 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
     journal = "" if plain else str(bench.folder())
     broker = await bench.broker(env=variables.get("broker"), journal=journal)
     group = {"broker": broker, "group": _GROUP}
-    await bench.start("stub_engines", env=variables.get("engine"), **group, engines=engines)
+    count = max(_MIN_STUB_PROCESSES, -(-engines // _STUBS_PER_PROCESS))
+    starts = [engines * number // count for number in range(count + 1)]
+    stubs = [
+        await bench.launch(
+            "stub_engines",
+            name=f"stub_engines-{first}",
+            env=variables.get("engine"),
+            **group,
+            engines=end - first,
+            first=first,
+        )
+        for first, end in itertools.pairwise(starts)
+        if end > first
+    ]
+    for each in stubs:
+        await each.hello()
     trainer, _ = await bench.start(
         "pausing_trainer", env=variables.get("trainer"), **group, engines=engines
     )

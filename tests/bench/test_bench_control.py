@@ -26,6 +26,8 @@ def test_figures_agree_with_each_other() -> None:
         assert figures[f"ratio_{part}"] == pytest.approx(quotient, rel=0.02)
     assert figures["broker_cpu_us_per_engine_round"] >= 0
     assert figures["http_cpu_us_per_engine_round"] > 0
+    assert figures["raw_cpu_us_per_engine_round"] > 0
+    assert figures["ratio_cpu_raw"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -642,7 +642,12 @@ async def _do_nothing(*_: Any, **__: Any) -> None:
 def _quick_control(patch: pytest.MonkeyPatch) -> None:
     async def compare(_: object, plan: ControlPlan) -> dict[str, Any]:
         ways = ("bus", "http", "http_log", "raw", *(("plain",) if plan.plain else ()))
-        return control.figures_of({way: [1.0] for way in ways}, plan.engines, 1, 1.0, 1.0)
+        return control.figures_of(
+            {way: [1.0] for way in ways},
+            plan.engines,
+            1,
+            dict.fromkeys(("broker", "http", "raw"), 1.0),
+        )
 
     patch.setattr(control, "compare", compare)
     patch.setattr(control, "raise_file_limit", lambda _: None)

@@ -56,12 +56,14 @@ class StubEngine:
         return StagingCapacity(why_not="a stub has no weights")
 
 
-async def stub_engines(stack: AsyncExitStack, broker: str, group: str, engines: int) -> None:
-    """Makes many stub engines join a group, each with a sidecar."""
+async def stub_engines(
+    stack: AsyncExitStack, broker: str, group: str, engines: int, first: int = 0
+) -> None:
+    """Makes many stub engines join a group, each with a sidecar, numbered from ``first``."""
     bus.log.configure(level="warning", json=True)
     sidecars = [
         Sidecar(StubEngine(), broker=broker, group=group, name=f"engine-{index}")
-        for index in range(engines)
+        for index in range(first, first + engines)
     ]
     for sidecar in sidecars:
         await stack.enter_async_context(sidecar)
