@@ -422,7 +422,7 @@ def test_engines_that_join_together_are_one_change() -> None:
     assert bench.broker.next_deadline_ms() > SETTLE_MS
 
 
-@pytest.mark.parametrize("how", ["leaves", "closes", "moves"])
+@pytest.mark.parametrize("how", ["leaves", "closes", "sleeps", "moves"])
 def test_an_engine_that_must_leave_is_not_held_back_by_those_that_wait(how: str) -> None:
     """They come with it; who has left again before never came."""
     bench = Bench()
@@ -436,6 +436,7 @@ def test_an_engine_that_must_leave_is_not_held_back_by_those_that_wait(how: str)
     said = {
         "leaves": lambda: bench.say("e0", Leave("")),
         "closes": lambda: bench.say("e0", CLOSES),
+        "sleeps": lambda: bench.say("e0", Heartbeat("asleep", 0, 0, "")),
         "moves": lambda: bench.say("e0", moved),
     }[how]()
     [change] = changes(said)
