@@ -742,6 +742,18 @@ def test_engines_that_do_not_answer_are_asked_again_and_the_others_are_not(bench
     assert bench.broker.next_deadline_ms() <= 3000.0
 
 
+def test_a_chunk_is_repeated_in_time_though_no_state_changes_with_it(bench: Bench) -> None:
+    """Before the broker would look at all groups anyway."""
+    bench.broker = Broker(replace(CONFIG, retry_ms=100))
+    bench.loading()
+    bench.begin(0)
+    bench.all_ack(Step.CHUNK)
+    bench.settle()
+    due_ms = bench.broker.next_deadline_ms()
+    bench.begin(1)
+    assert bench.broker.next_deadline_ms() == bench.now_ms + 100.0 < due_ms
+
+
 @pytest.mark.parametrize("start_ms", [0.0, 0.1, 123.456, 1e7 / 3])
 def test_the_deadline_is_always_ahead(bench: Bench, start_ms: float) -> None:
     """A timer set to it must not fire for nothing, whatever the fractions."""
