@@ -70,7 +70,7 @@ def make_folder(folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else; remove it")
+        raise PermissionError(f"{folder} belongs to another user; remove it")
 
 
 def is_paused(core: Any) -> bool:
