@@ -368,9 +368,7 @@ class Broker:
         for peer in list(self.peers):
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
-                effects += self._remove_peer(
-                    peer, "peer_lost", "its key is no longer authorised", now_ms
-                )
+                effects += self._remove_peer(peer, "peer_lost", "its key was revoked", now_ms)
         return self._review(self.groups, effects, now_ms)
 
     # -- time -----------------------------------------------------------------

@@ -293,9 +293,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if not self.staged:
             return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
         if (staging := self._order.staging) is None or not swaps:
-            raise swap_cancelled(
-                "ranks in lockstep swap at a step, and a paused rank makes no steps"
-            )
+            raise swap_cancelled("ranks in lockstep swap at a step; a paused rank makes none")
         call = c.CallSwap(message.version, staging.clear_cache)
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
