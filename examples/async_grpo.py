@@ -3,7 +3,7 @@
 python examples/async_grpo.py                       # on two embedded engines, which it starts
 python examples/async_grpo.py --engine vllm         # the same on two served vLLMs
 python examples/async_grpo.py --broker ADDRESS      # on engines that run, with this policy's shape
-                                                    # (python -m trainer_agent.demo.policy FOLDER 0)
+                                                    # (python -m lab.demo.policy FOLDER 0)
 
 A rollout may see several versions of the weights, since updates are staged: engines swap between
 two tokens. Each span of tokens of one version is corrected by its own importance ratio, how much
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.demo.processes import Processes
 from trainer_agent import RolloutBuffer, RolloutClient, TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
-from trainer_agent.demo.processes import Processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 
 async def main() -> None:

@@ -36,11 +36,11 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from bus.errors import WavebusError
+from lab.demo.learner import Rollout
+from lab.demo.oracle import judge
+from lab.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
+from lab.demo.processes import BROKER_TIMES, GROUP, Processes
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.learner import Rollout
-from trainer_agent.demo.oracle import judge
-from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
-from trainer_agent.demo.processes import BROKER_TIMES, GROUP, Processes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import typing_extensions
 
+from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the engines' part, and tests
 from examples.gateway_skyrl import PROMPTS, free_port, greedy, group

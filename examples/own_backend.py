@@ -28,10 +28,10 @@ from bus.messages import NackCode
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
+from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from bus.errors import ManifestRefused
+from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from sidecar.embedded import SamplingParams as EmbeddedParams
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
