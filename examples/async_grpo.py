@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.demo.policy import Policy, make_policy, save_checkpoint
 from lab.demo.processes import Processes
+from lab.network import PolicyConfig
 from trainer_agent import RolloutBuffer, RolloutClient, TrainerAgent
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def learn(policy: Policy, adam: torch.optim.Optimizer, groups: Sequence[Completi
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-3)).flatten()
     choices = [choice for done in groups for choice in done.choices]
     ids = torch.tensor([[*d.prompt_token_ids, *c.token_ids] for d in groups for c in d.choices])
-    logs = policy(ids[:, :-1]).log_softmax(-1)
+    logs = policy(ids[:, :-1]).logits.log_softmax(-1)
     now = logs.gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -LENGTH:]
     with torch.no_grad():
         gap = now - torch.tensor([choice.logprobs for choice in choices])
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    policy = Policy(PolicyConfig())
+    policy = make_policy(PolicyConfig())
     with contextlib.ExitStack() as stack:
         address = options.broker
         if not address:

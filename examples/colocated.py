@@ -18,7 +18,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.demo.policy import make_policy, save_checkpoint
+from lab.network import PolicyConfig
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from trainer_agent import TrainerAgent
@@ -44,7 +45,7 @@ async def main() -> None:
 
 async def colocated(address: str, folder: Path) -> None:
     """Generate, sleep, train, update, go on."""
-    save_checkpoint(Policy(PolicyConfig()), folder)
+    save_checkpoint(make_policy(PolicyConfig()), folder)
     engine = EmbeddedEngine(folder, host=None)
     weights = load_file(folder / "model.safetensors")
     async with (

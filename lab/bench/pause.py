@@ -26,8 +26,8 @@ import aiohttp
 
 from lab.bench.fleet import server_argv
 from lab.bench.harness import BenchFailed, in_turn, median, medians, say
-from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
 from lab.demo.processes import VLLM_ON_CPU
+from lab.network import Network, PolicyConfig, save_network
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
         BenchFailed: a process died.
     """
     folder, checkpoint = bench.folder(), bench.folder()
-    save_checkpoint(Policy(PolicyConfig(experts=EXPERTS)), checkpoint)
+    save_network(Network(PolicyConfig(experts=EXPERTS)), checkpoint)
     address = await bench.broker(heartbeat_ms=_HEARTBEAT_MS)
     # The direct group ends before the pauses, which it would only slow down.
     parts = {"direct": await bench.part(), "bus": bench}

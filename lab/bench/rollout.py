@@ -31,7 +31,7 @@ import aiohttp
 from lab.bench.fleet import on_cpu, server_argv
 from lab.bench.harness import BenchFailed, in_turn, kill, median, medians, say, title
 from lab.bench.streams import percentile
-from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.network import Network, PolicyConfig, save_network
 from sidecar.supervision.launch import free_port
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RolloutBench:
     async def boot(self) -> list[tuple[str, Worker, str]]:
         """Starts the broker and the engines; returns each engine's name, process and URL."""
         folder = self._bench.folder()
-        save_checkpoint(Policy(PolicyConfig()), folder)
+        save_network(Network(PolicyConfig()), folder)
         self._checkpoint = str(folder)
         self._address = await self._bench.broker()
         return list(await asyncio.gather(*(self.start_engine() for _ in range(_ENGINES))))

@@ -27,7 +27,7 @@ from bus.messages import Commit
 from bus.messages.codec import decode
 from lab.demo.learner import GrpoConfig, GrpoLearner
 from lab.demo.oracle import Verdict, judge
-from lab.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
+from lab.demo.policy import copy_of, make_policy, save_checkpoint
 from lab.demo.processes import (
     BROKER_TIMES,
     GROUP,
@@ -37,6 +37,7 @@ from lab.demo.processes import (
 )
 from lab.demo.rollouts import Counts, RolloutPool
 from lab.demo.trainer_process import TrainerProcess
+from lab.network import PolicyConfig
 from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Chaos:
         self._plan = plan
         self._say = say
         self._chance = random.Random(plan.seed)  # noqa: S311 - no secret
-        self._policy = Policy(PolicyConfig(), seed=plan.seed)
+        self._policy = make_policy(PolicyConfig(), seed=plan.seed)
         self._weights = [copy_of(self._policy)]  # by the number of the update
         self._calm = 0  # whole updates since the last kill
         self._engines = [f"engine-{index}" for index in range(plan.engine_count)]

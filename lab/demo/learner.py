@@ -180,7 +180,7 @@ class GrpoLearner:
 
     def _loss(self, batch: Batch) -> Tensor:
         cfg, weight, gain = self.cfg, batch.weight, batch.advantage[:, None]
-        logs = functional.log_softmax(self.policy(batch.inputs), dim=-1)
+        logs = functional.log_softmax(self.policy(batch.inputs, use_cache=False).logits, dim=-1)
         chosen = logs.gather(-1, batch.target[..., None]).squeeze(-1)
         ratio = ((chosen - batch.behaviour) * weight).clamp(max=20.0).exp()
         bounded = ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)

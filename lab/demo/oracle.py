@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from lab.demo.learner import collate
-from lab.demo.policy import Policy, PolicyConfig
+from lab.demo.policy import Policy, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lab.demo.learner import Rollout
+    from lab.network import PolicyConfig
 
 # Engines sum in another order, in float32.
 TOLERANCE: Final = 5e-5
@@ -53,7 +54,7 @@ def judge(
         weights: each version's state dict. Tokens of any other version count as mixed.
         rollouts: the complete rollouts.
     """
-    policy = Policy(shape)
+    policy = make_policy(shape)
     tokens = mixed = 0
     worst = 0.0
     for version in sorted({version for each in rollouts for version in each.versions}):
@@ -80,6 +81,6 @@ def _differences(policy: Policy, rollouts: Sequence[Rollout], version: int) -> T
         for place, of in enumerate(each.versions):
             compared[row, first + place] = of == version
     with torch.inference_mode():
-        logs = functional.log_softmax(policy(batch.inputs), dim=-1)
+        logs = functional.log_softmax(policy(batch.inputs, use_cache=False).logits, dim=-1)
         chosen = logs.gather(-1, batch.target[..., None]).squeeze(-1)
     return (chosen - batch.behaviour).abs()[compared]

@@ -16,9 +16,10 @@ from bus.errors import Refused
 from bus.messages import NackCode
 from lab.demo.learner import GrpoConfig, GrpoLearner
 from lab.demo.oracle import Verdict, judge
-from lab.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
+from lab.demo.policy import copy_of, make_policy, save_checkpoint
 from lab.demo.processes import GROUP, Processes
 from lab.demo.rollouts import Counts, RolloutPool
+from lab.network import PolicyConfig
 from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def run_demo(
     torch.set_num_threads(1)
     config = GrpoConfig()
     shape = PolicyConfig(experts=_EXPERTS) if plan.dp_size > 1 else PolicyConfig()
-    policy = Policy(shape, seed=plan.seed)
+    policy = make_policy(shape, seed=plan.seed)
     weights = {0: copy_of(policy)}
     result = DemoResult(plan)
     with tempfile.TemporaryDirectory(prefix="wavebus-demo-") as name:

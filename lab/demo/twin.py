@@ -21,8 +21,9 @@ import torch
 
 from bus.errors import WavebusError
 from lab.demo import task
-from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.demo.policy import make_policy, save_checkpoint
 from lab.demo.processes import BROKER_TIMES, GROUP, Processes
+from lab.network import PolicyConfig
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
 
@@ -90,7 +91,7 @@ class Twin:
         self.result = TwinResult(plan)
         self._plan = plan
         self._say = say
-        self._policy = Policy(PolicyConfig(head_std=_HEAD_STD), seed=plan.seed)
+        self._policy = make_policy(PolicyConfig(head_std=_HEAD_STD), seed=plan.seed)
         self._engines = [f"engine-{index}" for index in range(plan.engine_count)]
         self._versions: set[int | None] = set()
 

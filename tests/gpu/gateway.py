@@ -667,7 +667,7 @@ class Bench:
 
 def make_models(given: Given) -> None:
     """Three checkpoints of a tiny model in bf16, with a tokenizer; and the large one's config."""
-    from lab.demo.policy import write_config  # noqa: PLC0415 - same
+    from lab.network import write_config  # noqa: PLC0415 - same
     from tests.gpu.checkpoints import dense_config, make  # noqa: PLC0415 - slow
     from tests.support.letters import write_letters  # noqa: PLC0415 - same
 

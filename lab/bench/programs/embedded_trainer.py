@@ -22,7 +22,7 @@ from bus.weight_transfer.registry import make_sender
 from lab.bench.programs.broadcast import MemoryCopy
 from lab.bench.programs.call_times import CallTimes
 from lab.bench.programs.measured_agent import BOOT_S, MeasuredAgent, TimedSender
-from lab.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.network import Network, PolicyConfig, save_network
 from sidecar.engine import Chunk
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.weights.any_source import as_source
@@ -234,7 +234,7 @@ class EmbeddedTrainer:
     """Sends a model to embedded engines again and again, without training it."""
 
     def __init__(
-        self, stack: AsyncExitStack, agent: MeasuredAgent, model: Policy, *, lent: bool
+        self, stack: AsyncExitStack, agent: MeasuredAgent, model: Network, *, lent: bool
     ) -> None:
         self._stack = stack
         self._agent = agent
@@ -316,8 +316,8 @@ async def embedded_trainer(
     """
     torch.set_num_threads(1)  # a core for the trainer, one for the engine
     config = MODELS[shape](amount)
-    save_checkpoint(Policy(config, seed=1), Path(folder))
-    model = Policy(config, seed=2)
+    save_network(Network(config, seed=1), Path(folder))
+    model = Network(config, seed=2)
     if lent:
         share_memory(model)
     agent = MeasuredAgent(broker, group=group, backend=backend, packed=not lent, **options)

@@ -14,7 +14,7 @@ from vllm.plugins import load_general_plugins
 
 from lab.bench.programs.measured_agent import BOOT_S, MeasuredAgent, reported
 from lab.bench.programs.native import NativeUpdate
-from lab.demo.policy import Policy, PolicyConfig, write_config
+from lab.network import Network, PolicyConfig, write_config
 from trainer_agent.agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ MODELS: Final = {
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Returns random weights of a model, scaled so that activations keep their size."""
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
+        shapes = {name: p.shape for name, p in Network(config).named_parameters()}
     generator = torch.Generator(device).manual_seed(7)
     return {
         name: torch.ones(shape, dtype=dtype, device=device)
@@ -170,7 +170,7 @@ class VllmTrainer:
 
     def _greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
         with torch.device("meta"):
-            policy = Policy(self._config)
+            policy = Network(self._config)
         policy.load_state_dict(self._weights, assign=True)
         ids = list(prompt)
         with torch.no_grad():

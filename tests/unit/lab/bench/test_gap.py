@@ -14,7 +14,7 @@ from lab.bench.gap import figures_of, typical
 from lab.bench.programs.embedded_trainer import mixture
 from lab.bench.streams import tokens_within
 from lab.bench.updates import Measured, UpdateRound
-from lab.demo.policy import Policy
+from lab.network import Network
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,5 +170,5 @@ def test_weights_that_did_not_arrive_fail_the_command(
 @pytest.mark.parametrize("megabytes", [4, 64])
 def test_a_model_is_about_as_large_as_asked_for(megabytes: int) -> None:
     """Within what attention and embeddings add."""
-    size_bytes = sum(p.numel() * 4 for p in Policy(mixture(megabytes)).parameters())
+    size_bytes = sum(p.numel() * 4 for p in Network(mixture(megabytes)).parameters())
     assert megabytes < size_bytes / 1e6 < megabytes + 6

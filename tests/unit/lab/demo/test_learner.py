@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from lab.demo.learner import GrpoConfig, GrpoLearner, Rollout, advantages, collate
-from lab.demo.policy import Policy, PolicyConfig
+from lab.demo.policy import Policy, make_policy
+from lab.network import PolicyConfig
 
 PROMPT = (1, 5, 6, 7, 3)
 GOOD, BAD = (8, 9, 10, 2), (11, 4, 2)
@@ -20,7 +21,7 @@ def score(policy: Policy, response: tuple[int, ...]) -> list[float]:
     """Return the log-probability, in nats, of each response token after PROMPT."""
     ids = torch.tensor([PROMPT + response])
     with torch.no_grad():
-        logs = functional.log_softmax(policy(ids[:, :-1]), -1)
+        logs = functional.log_softmax(policy(ids[:, :-1]).logits, -1)
     chosen = logs.gather(-1, ids[:, 1:, None])[0, len(PROMPT) - 1 :, 0]
     return [float(x) for x in chosen]
 
@@ -34,7 +35,7 @@ def rollout(policy: Policy, response: tuple[int, ...], reward: float, lag: float
 def learner() -> GrpoLearner:
     """Return a learner that makes one plain update per step, without entropy bonus."""
     cfg = GrpoConfig(entropy=0.0, warmup_steps=1)
-    return GrpoLearner(Policy(PolicyConfig(), seed=2), cfg)
+    return GrpoLearner(make_policy(PolicyConfig(), seed=2), cfg)
 
 
 def test_advantages_are_centred_and_scaled() -> None:
@@ -48,7 +49,7 @@ def test_advantages_are_centred_and_scaled() -> None:
 
 def test_batch_lines_up_tokens_with_their_logprobs() -> None:
     """Targets under the weight mask are the response tokens with their own log-probabilities."""
-    policy = Policy(PolicyConfig())
+    policy = make_policy(PolicyConfig())
     group = [rollout(policy, GOOD, 1.0), rollout(policy, BAD, 0.0)]
     batch = collate([group])
     for row, item in enumerate(group):
@@ -104,6 +105,8 @@ def test_malformed_rollouts_are_refused() -> None:
 
 def test_learning_rate_climbs_then_falls() -> None:
     """The rate warms up, decays in a straight line and stays at its floor."""
-    learn = GrpoLearner(Policy(PolicyConfig()), GrpoConfig(lr=1.0, warmup_steps=4, decay_steps=100))
+    learn = GrpoLearner(
+        make_policy(PolicyConfig()), GrpoConfig(lr=1.0, warmup_steps=4, decay_steps=100)
+    )
     rates = [learn.learning_rate(s) for s in (0, 3, 50, 99, 500)]
     assert rates == pytest.approx([0.25, 0.97, 0.5, 0.1, 0.1])

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from lab.demo.learner import Rollout
 from lab.demo.oracle import judge
-from lab.demo.policy import Policy, PolicyConfig
+from lab.demo.policy import make_policy
+from lab.network import PolicyConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,16 +24,18 @@ ANSWER = (8, 9, 10, 4, 5, 2)
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    return {name: each.detach() for name, each in Policy(SHAPE, seed=seed).state_dict().items()}
+    return {
+        name: each.detach() for name, each in make_policy(SHAPE, seed=seed).state_dict().items()
+    }
 
 
 def logprobs(of: Mapping[str, Tensor]) -> list[float]:
     """Of the answer's tokens."""
-    policy = Policy(SHAPE)
+    policy = make_policy(SHAPE)
     policy.load_state_dict(dict(of))
     tokens = torch.tensor([[*PROMPT, *ANSWER]])
     with torch.inference_mode():
-        logs = functional.log_softmax(policy(tokens[:, :-1]), dim=-1)
+        logs = functional.log_softmax(policy(tokens[:, :-1]).logits, dim=-1)
     chosen = logs.gather(-1, tokens[:, 1:, None]).squeeze(-1)[0]
     found: list[float] = chosen[len(PROMPT) - 1 :].tolist()
     return found
