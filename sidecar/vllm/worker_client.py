@@ -161,7 +161,7 @@ class WorkerClient:
         self._is_vllms_engine = backend != BACKEND
         self._is_one_core = cores == 1
         why = facts.features.get("staged_updates", "")
-        self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
+        self._cannot_stage = f"this vLLM can't stage updates: {why}" if why else ""
         self._caches.learn(facts)
         workers = await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
@@ -250,7 +250,7 @@ class WorkerClient:
         armed, seq = self._manifest, chunk.seq
         if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
             raise EngineError(
-                f"chunk {seq} is not the one of the armed manifest",
+                f"chunk {seq} is not the armed manifest's",
                 code=NackCode.TRANSFER_FAILED,
             )
         self._adapter.path = ADAPTER_PATHS + chunk.update_id

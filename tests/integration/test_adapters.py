@@ -18,8 +18,8 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.registry import make_receiver
 from bus.weight_transfer.shm import ShmReceiver
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.transfer import check_sums
 from sidecar.transfer.chunk_receiver import ChunkReceiver
 from sidecar.transfer.lora import IncomingAdapter
@@ -197,7 +197,7 @@ def test_a_trainer_engine_is_to_be_made_anew() -> None:
             await agent.wait_for_engines(1)
             await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
             agent.source({"w": torch.zeros(4)})
-            with pytest.raises(Refused, match="make the trainer engine anew") as refused:
+            with pytest.raises(Refused, match="create the trainer engine again") as refused:
                 await asyncio.to_thread(agent.client().start_weight_update)
             assert refused.value.code is NackCode.TRANSFER_CLOSED
 

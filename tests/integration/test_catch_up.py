@@ -20,8 +20,8 @@ from bus.protocol.core.config import BrokerConfig
 from bus.protocol.group.timeouts import next_deadline_ms
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.embedded import EmbeddedEngine
 from sidecar.supervision.launch import free_port
 from tests.contract.bus_suite import until

@@ -34,8 +34,8 @@ from bus.messages import (
 )
 from bus.runtime.zmq_curve import new_pair
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.support.keys import KeyFolder

@@ -12,8 +12,8 @@ import torch
 from bus.errors import EngineError, Refused, UpdateFailed, UsageError
 from bus.messages import Abort, NackCode
 from bus.weight_transfer.allocation import StagingCapacity
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent

@@ -123,7 +123,7 @@ class Group(GroupSteps):
         self._follow_ups.mark()
         self.pause.fail(failure)
         effects = self.abandon_discarded_weights(
-            "its weights went in a sleep, and its trainer has gone"
+            "a sleep discarded its weights, and its trainer is gone"
         )
         effects += self.followers.on_leader_gone(failure.nack("update", ""))
         if self.update.state not in (

@@ -121,7 +121,9 @@ class GroupState:
 
     def end_pause(self, now_ms: float) -> list[Action]:
         """Resumes the engines that have weights, and quarantines those that have none."""
-        notes = self.abandon_discarded_weights("its weights went in a sleep, and no update came")
+        notes = self.abandon_discarded_weights(
+            "a sleep discarded its weights, and no update followed"
+        )
         return [*notes, *self.pause.resume(now_ms)]
 
     def abandon_discarded_weights(self, reason: str) -> list[Effect]:
@@ -261,7 +263,7 @@ class GroupSteps(GroupState):
         self.sleep.on_committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):
-            reason = "it holds a part of an update of its other model"
+            reason = "only a part of an update is loaded in it of its other model"
             effects += self.quarantine(name, reason, self.update.update_id)
         return effects
 
@@ -287,7 +289,7 @@ class GroupSteps(GroupState):
         keys = [(step, failed.chunk)]
         if step is Step.ABORT:
             for name in self.update.partial:
-                self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
+                self.registry.quarantine(name, f"update {update_id} ended half-loaded")
             aborted = self.empty_ack(Step.ABORT, update_id)
             effects += self.session.answer((Step.ABORT, 0), aborted)
             keys = [key for key in self.session.steps() if key[0] not in WINDOW_STEPS]

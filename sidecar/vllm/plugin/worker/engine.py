@@ -349,8 +349,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.armed = None
         if operation.counts and self.session.open:
             raise EngineError(
-                "an update broke off in this engine, and no patch mends it: send a whole set of "
-                "weights",
+                "an update was interrupted in this engine, which no patch repairs: send a whole "
+                "set of weights",
                 code=NackCode.OTHER_BASE,
             )
         described = operation.names, operation.dtypes, operation.shapes
@@ -389,7 +389,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 model is missing, and can't be built while steps run.
         """
         if not self._loadable["model"].checker.prepared:
-            raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
+            raise EngineError("no manifest was checked here before", code=NackCode.WRONG_STATE)
         self._arm(operation)
         return self.wavebus_room
 

@@ -358,7 +358,7 @@ def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
     why = "ParallelConfig.sync_dp_state takes more"
     told(workers, client._hello(facts({"staged_updates": why, "admission": ""}), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
-    assert found.why_not == f"this vLLM takes no staged updates: {why}"
+    assert found.why_not == f"this vLLM can't stage updates: {why}"
 
 
 @pytest.mark.parametrize("mixes", ["", "EngineCoreProc.preprocess_add_request takes more"])
@@ -603,7 +603,7 @@ def test_a_chunk_that_was_not_armed_is_refused(
     told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     told(workers, client.arm(MANIFEST, "model", staging))
     told(workers, client.start_update(recover=False, staged=staging is not None))
-    with pytest.raises(EngineError, match="not the one of the armed manifest") as refused:
+    with pytest.raises(EngineError, match="not the armed manifest's") as refused:
         asyncio.run(client.receive(chunk))
     assert refused.value.code is NackCode.TRANSFER_FAILED
     assert not any(isinstance(each, operations.ReceiveChunk) for each in workers.told)
