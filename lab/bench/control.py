@@ -213,7 +213,6 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
     variables = {} if plain else curve_keys(bench.folder())
     journal = "" if plain else str(bench.folder())
     broker = await bench.broker(env=variables.get("broker"), journal=journal)
-    group = {"broker": broker, "group": _GROUP}
     count = max(_MIN_STUB_PROCESSES, -(-engines // _STUBS_PER_PROCESS))
     starts = [engines * number // count for number in range(count + 1)]
     stubs = [
@@ -221,7 +220,8 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
             "stub_engines",
             name=f"stub_engines-{first}",
             env=variables.get("engine"),
-            **group,
+            broker=broker,
+            group=_GROUP,
             engines=end - first,
             first=first,
         )
@@ -231,7 +231,11 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
     for each in stubs:
         await each.hello()
     trainer, _ = await bench.start(
-        "pausing_trainer", env=variables.get("trainer"), **group, engines=engines
+        "pausing_trainer",
+        env=variables.get("trainer"),
+        broker=broker,
+        group=_GROUP,
+        engines=engines,
     )
     return trainer
 

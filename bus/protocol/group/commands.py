@@ -93,7 +93,6 @@ class Commands:
             case m.WaitEngines():
                 until_ms = now_ms + message.timeout_ms
                 self._state.session.waiters[msg_id] = (message, until_ms)
-                self._state.is_due_known = False
                 return [*self._state.answer_waiters(now_ms, is_new=True)]
             case m.TrainerStep():
                 forwarded = self._state.followers.on_trainer_step(message)

@@ -162,6 +162,7 @@ class GroupState:
         thousand may join at once. If one ``is_new``, they are counted now.
         """
         self.count_due_ms = None
+        self.is_due_known &= not is_new
         waits = self.session.waiters.values()
         if not any(len(self.registry.engines) >= wait.count for wait, _ in waits):
             return []
