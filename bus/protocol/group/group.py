@@ -18,12 +18,13 @@ Methods take an event, with ``now_ms``, and return effects.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from bus import messages as m
 from bus.protocol.core.ack_barrier import STILL_CLOSED
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.group import timeouts
 from bus.protocol.group.catch_up import stale_dp_groups
 from bus.protocol.group.commands import Commands, FollowUps
@@ -39,14 +40,12 @@ from bus.protocol.group.status import status_of
 from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Peer
-    from bus.protocol.group.group_state import Action
-
-    Watchers: TypeAlias = Callable[[], tuple[bytes, ...]]  # returns their routing ids
+    from bus.protocol.group.group_state import Action, Watchers
 
 
 class Group(GroupSteps):
@@ -147,7 +146,7 @@ class Group(GroupSteps):
             self.moved_ms = now_ms
         except Declined as declined:
             return self.session.decline(trainer, msg_id, message, declined.failure)
-        return [*self.carry_out(actions, now_ms), *self._run_follow_ups(now_ms)]
+        return [*self._carry_out(actions, now_ms), *self._run_follow_ups(now_ms)]
 
     # -- the engines ----------------------------------------------------------
 
@@ -313,15 +312,33 @@ class Group(GroupSteps):
 
     def _apply(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
         """Executes a state machine's instructions and, if they had effects, the follow-ups."""
-        effects = self.carry_out(actions, now_ms)
+        effects = self._carry_out(actions, now_ms)
         return effects + self._run_follow_ups(now_ms) if effects else effects
 
     def _run_follow_ups(self, now_ms: float) -> list[Effect]:
         """Executes follow-ups, one after the other, until the state allows no more."""
         effects: list[Effect] = []
         while actions := self._follow_ups.next(now_ms):
-            effects += self.carry_out(actions, now_ms)
+            effects += self._carry_out(actions, now_ms)
         return effects
+
+    def _carry_out(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for action in actions:
+            if isinstance(action, Ask):
+                self.is_due_known = False
+                effects.append(self.send(action.message, action.names))
+            elif isinstance(action, StepDone):
+                effects += self.on_step_done(action.barrier, now_ms)
+            elif isinstance(action, StepFailed):
+                effects += self.on_step_failed(action)
+            else:
+                effects.append(action)
+        return effects
+
+    def send(self, message: m.Message, names: Iterable[str]) -> Send:
+        """Returns the effect that sends a message to engines, under the group's epoch."""
+        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
 
     # -- what others see ---------------------------------------------------------
 
@@ -342,27 +359,11 @@ class Group(GroupSteps):
         marks = (registry.changes, registry.additions, self.served.value, *moves)
         if marks != self._routes_marks or routing.is_holding or routing.added != marks[1]:
             self._routes_marks, self.is_due_known = marks, False
-            effects = self._review_routes(effects, watchers, now_ms)
+            effects = self.review_routes(effects, watchers, now_ms)
         if self.is_due_known:
             return effects, None
         self.is_due_known = True
         return effects, timeouts.next_deadline_ms(self)
-
-    def _review_routes(
-        self, effects: list[Effect], watchers: Watchers, now_ms: float
-    ) -> list[Effect]:
-        change = self.routing.changed(self.version, now_ms)
-        effects = self.routing.hold(effects) if self.routing.is_holding else effects
-        if change is None:
-            return effects
-        fields = {
-            "version": change.version,
-            "engines": len(self.routing.now.engines),
-            "came": [each.engine for each in change.came],
-            "gone": list(change.gone),
-        }
-        note, to = self.note("routes", "", "info", fields), watchers()
-        return [*effects, note, *([Send(change, to, 0, self.name, self.epoch)] if to else ())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
         """Sends the latest routes to these watchers."""

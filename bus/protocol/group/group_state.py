@@ -2,7 +2,7 @@
 
 The modules :mod:`~bus.protocol.group.commands`, :mod:`~bus.protocol.group.timeouts` and
 :mod:`~bus.protocol.group.status` work on a :class:`GroupState` and return actions. Only
-:class:`GroupSteps`, for the group, executes actions, so none of them imports it.
+:class:`bus.protocol.group.group.Group` executes actions, so none of them imports the group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.messages import GroupAck, GroupView, Message, NackCode, Step
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
+from bus.protocol.core.instructions import Instruction, StepFailed
 from bus.protocol.dp.groups import DpGroups
 from bus.protocol.group.canary import probe_report
 from bus.protocol.group.catch_up import GroupVersion
@@ -33,11 +33,13 @@ from bus.protocol.group.trainer_session import Followers, TrainerSession
 from bus.protocol.group.update import UpdateMachine, UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Peer
+
+    Watchers: TypeAlias = Callable[[], tuple[bytes, ...]]  # returns their routing ids
 
 _ENDED_KEPT: Final = 64
 _LONGEST_END: Final = 4096
@@ -222,28 +224,10 @@ class GroupState:
 
 
 class GroupSteps(GroupState):
-    """Executes the instructions of a group's state machines: requests to engines, and answers."""
+    """Records steps that are done or have failed, answers their requests, and sends routes."""
 
-    def carry_out(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
-        """Executes instructions; passes effects on unchanged."""
-        effects: list[Effect] = []
-        for action in actions:
-            if isinstance(action, Ask):
-                self.is_due_known = False
-                effects.append(self.send(action.message, action.names))
-            elif isinstance(action, StepDone):
-                effects += self._on_step_done(action.barrier, now_ms)
-            elif isinstance(action, StepFailed):
-                effects += self._on_step_failed(action)
-            else:
-                effects.append(action)
-        return effects
-
-    def send(self, message: Message, names: Iterable[str]) -> Send:
-        """Returns the effect that sends a message to engines, under the group's epoch."""
-        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
-
-    def _on_step_done(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+    def on_step_done(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+        """Records that all engines have acknowledged a step, and answers its requests."""
         self.moved_ms = now_ms
         if barrier.step in _MOVES:
             self.registry.changes += 1
@@ -276,7 +260,8 @@ class GroupSteps(GroupState):
         reply = probe_report(self.update, answer) if step is Step.PROBE else answer
         return [note, *self.session.answer((step, barrier.chunk), reply)]
 
-    def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
+    def on_step_failed(self, failed: StepFailed) -> list[Effect]:
+        """Logs why a step has failed, and refuses its requests."""
         step, failure = failed.step, failed.failure
         update_id = self.pause.update_id if step in WINDOW_STEPS else self.update.update_id
         event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
@@ -298,3 +283,20 @@ class GroupSteps(GroupState):
             nack = failure.nack(key[0].value, update_id, key[1])
             effects += self.session.answer(key, nack)
         return effects
+
+    def review_routes(
+        self, effects: list[Effect], watchers: Watchers, now_ms: float
+    ) -> list[Effect]:
+        """Sends watchers how the routes have changed, and logs it."""
+        change = self.routing.changed(self.version, now_ms)
+        effects = self.routing.hold(effects) if self.routing.is_holding else effects
+        if change is None:
+            return effects
+        fields = {
+            "version": change.version,
+            "engines": len(self.routing.now.engines),
+            "came": [each.engine for each in change.came],
+            "gone": list(change.gone),
+        }
+        note, to = self.note("routes", "", "info", fields), watchers()
+        return [*effects, note, *([Send(change, to, 0, self.name, self.epoch)] if to else ())]
