@@ -231,6 +231,9 @@ async def fronts_of(*answers: Any, api_key: str = "", **options: Any) -> AsyncIt
         yield url
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
 class Letters:
     """A tokenizer: one character for each token."""
 
@@ -241,7 +244,8 @@ class Letters:
         return "".join(chr(token) for token in token_ids)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
-        assert options == {"tools": None, "add_generation_prompt": True, "return_dict": False}
+        assert options.pop("tools") in (None, [TOOL])
+        assert options == {"add_generation_prompt": True, "return_dict": False}
         return self.encode("".join(each["content"] for each in messages))
 
 
@@ -304,6 +308,22 @@ def test_a_text_ends_before_its_stop_string_streamed_or_not() -> None:
                 assert joined(streamed)["text"] == "N"
                 assert joined(streamed)["token_ids"] == whole["token_ids"]
                 assert "N" in texts[:-1], "the text waits for its end"
+
+    run(main())
+
+
+def test_tools_are_refused_where_nobody_looks_for_calls() -> None:
+    """Unless none is to be called: then the template alone gets them."""
+
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=Letters()) as url:
+            messages = [{"role": "user", "content": "AB"}]
+            body = {"messages": messages, "max_completion_tokens": 3, "tools": [TOOL]}
+            for chosen in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}):
+                status, answer = await post(f"{url}/v1/chat/completions", body | chosen)
+                assert (status, answer["error"]["param"]) == (400, "tool_choice")
+            chosen = {"tool_choice": "none"}
+            assert (await post(f"{url}/v1/chat/completions", body | chosen))[0] == 200
 
     run(main())
 

@@ -322,16 +322,17 @@ class Chat:
         options = dict(request.pop("chat_template_kwargs", {}))  # a copy: it is the caller's
         if bad := _OWN_OPTIONS & options.keys():
             raise UsageError(f"chat_template_kwargs.{min(bad)}: is not for the template")
-        if "response_format" in request:
-            grammar = structured_outputs(request.pop("response_format"))
-            if grammar is not None:
-                params.setdefault("structured_outputs", grammar)
+        wanted = request.pop("response_format", {"type": "text"})
+        if (grammar := structured_outputs(wanted)) is not None:
+            params.setdefault("structured_outputs", grammar)
         for name in ("add_generation_prompt", "continue_final_message", "documents"):
             if name in request:
                 options[name] = request.pop(name)
         extra: dict[str, Any] = {n: request.pop(n) for n in _HANDED_ON if n in request}
         if request.get("tool_choice") == "none":  # nobody looks for calls
             del request["tool_choice"]
+        elif tools:
+            request.setdefault("tool_choice", "auto")
         if unknown := request.keys():
             raise UsageError(f"{min(unknown)}: needs engines that render messages")
         options = {"add_generation_prompt": True, **options, "return_dict": False}
