@@ -6,8 +6,8 @@ with 0 experts it is dense.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -102,5 +102,8 @@ def save_checkpoint(policy: Policy, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, experts = sys.argv[1:]
-    save_checkpoint(Policy(PolicyConfig(experts=int(experts))), Path(folder))
+    parser = argparse.ArgumentParser(description="Write a checkpoint of an untrained policy.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("experts", type=int, help="per layer; 0: a dense model")
+    asked = parser.parse_args()
+    save_checkpoint(Policy(PolicyConfig(experts=asked.experts)), asked.folder)
