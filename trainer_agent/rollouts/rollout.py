@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed
 from bus.messages import RequestLimits
-from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
+from trainer_agent.rollouts.attempt import FAILURES, Cut, UnknownModel, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
 from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     import aiohttp
 
@@ -157,7 +157,9 @@ class RolloutRun:
         request, pool = self._request, self._pool
         since_s = pool.now_s()
         while True:
-            avoid = pool.router.avoiding(self._blamed.avoid, length)
+            failed, samplers = self._blamed.avoid, pool.router.samplers
+            failed = pool.refused_models.avoiding(failed, request.extra, samplers)
+            avoid = pool.router.avoiding(failed, length)
             load = await pool.acquire(request.session_id, sequences, avoid, request.client_id)
             if not load.is_too_short(length):
                 return load
@@ -200,7 +202,7 @@ class RolloutRun:
         """
         async with (
             self._watched(load) as attempt,
-            contextlib.aclosing(pieces(self._http, load.route.endpoint, body)) as stream,
+            contextlib.aclosing(self._pieces(load, body)) as stream,
         ):
             async for batch in stream:
                 if attempt.limit.when() is not None:  # it must not be cancelled as it delivers
@@ -214,6 +216,15 @@ class RolloutRun:
                         self._pool.on_token(attempt)
                         if taken := self._deliver and self._deliver(fresh):
                             await attempt.wait_for_caller(taken)
+
+    async def _pieces(self, load: EngineLoad, body: dict[str, Any]) -> AsyncGenerator[list[Piece]]:
+        """Yields an engine's answer; if it alone lacks the model, the attempt is cut."""
+        try:
+            async for batch in pieces(self._http, load.route.endpoint, body):
+                yield batch
+        except UnknownModel as error:
+            name, engines = load.route.engine, self._pool.router.samplers
+            raise self._pool.refused_models.cut(error, body, name, engines) from None
 
     async def _prefill(self, body: dict[str, Any]) -> str:
         """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
@@ -229,6 +240,8 @@ class RolloutRun:
                 async with self._watched(load) as attempt:
                     body["kv_transfer_params"] = await prefill(self._http, route.endpoint, body)
                     self._pool.on_token(attempt)
+            except UnknownModel:
+                tried.add(route.engine)
             except Cut as error:
                 tried.add(route.engine)
                 self._blamed.add(load, error, begun_s)
