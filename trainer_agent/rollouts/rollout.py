@@ -202,7 +202,7 @@ class RolloutRun:
         """
         async with (
             self._watched(load) as attempt,
-            contextlib.aclosing(self._pieces(load, body)) as stream,
+            contextlib.aclosing(_pieces(self._pool, self._http, load, body)) as stream,
         ):
             async for batch in stream:
                 if attempt.limit.when() is not None:  # it must not be cancelled as it delivers
@@ -216,15 +216,6 @@ class RolloutRun:
                         self._pool.on_token(attempt)
                         if taken := self._deliver and self._deliver(fresh):
                             await attempt.wait_for_caller(taken)
-
-    async def _pieces(self, load: EngineLoad, body: dict[str, Any]) -> AsyncGenerator[list[Piece]]:
-        """Yields an engine's answer; if it alone lacks the model, the attempt is cut."""
-        try:
-            async for batch in pieces(self._http, load.route.endpoint, body):
-                yield batch
-        except UnknownModel as error:
-            name, engines = load.route.engine, self._pool.router.samplers
-            raise self._pool.refused_models.cut(error, body, name, engines) from None
 
     async def _prefill(self, body: dict[str, Any]) -> str:
         """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
@@ -290,6 +281,18 @@ class RolloutRun:
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._blamed.last}"
             )
+
+
+async def _pieces(
+    pool: EnginePool, http: aiohttp.ClientSession, load: EngineLoad, body: dict[str, Any]
+) -> AsyncGenerator[list[Piece]]:
+    """Yields an engine's answer; the attempt is cut if others may have the model that it lacks."""
+    try:
+        async for batch in pieces(http, load.route.endpoint, body):
+            yield batch
+    except UnknownModel as error:
+        name, engines = load.route.engine, pool.router.samplers
+        raise pool.refused_models.cut(error, body, name, engines) from None
 
 
 def _stalled(pool: EnginePool) -> Cut:
