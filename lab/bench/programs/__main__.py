@@ -45,7 +45,7 @@ async def serve(program: Callable[..., Any], settings: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) <= ARGUMENTS:
-        sys.exit("usage: python -m sidecar.bench.programs PROGRAM SETTINGS LOOP")
+        sys.exit("usage: python -m lab.bench.programs PROGRAM SETTINGS LOOP")
     package, _, name = sys.argv[1].rpartition(".")
     bus.log.configure(json=True)
     module = importlib.import_module(f"{package or 'lab.bench.programs'}.{name}")
