@@ -117,6 +117,12 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
         )
     if plan.allow_pickled_handles and not is_loopback_host(host):
         raise UsageError(f"--listen {listen}: --allow-pickled-handles is for loopback alone")
+    own = keys.security().own
+    if own is not None and own.role == "observer" and not plan.read_only:
+        raise UsageError(
+            f"--key {keys.key}: a key of role observer may not pause or update engines: give a key "
+            "of role trainer, or --read-only"
+        )
     from trainer_agent.gateway import server  # noqa: PLC0415 - after --help
 
     _raise_file_limit()

@@ -7,7 +7,7 @@ experts it is dense.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -46,5 +46,8 @@ def save_checkpoint(policy: Policy, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, experts = sys.argv[1:]
-    save_checkpoint(make_policy(PolicyConfig(experts=int(experts))), Path(folder))
+    parser = argparse.ArgumentParser(description="Write a checkpoint of an untrained policy.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("experts", type=int, help="per layer; 0: a dense model")
+    asked = parser.parse_args()
+    save_checkpoint(make_policy(PolicyConfig(experts=asked.experts)), asked.folder)

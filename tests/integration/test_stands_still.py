@@ -168,7 +168,9 @@ def test_a_trainer_that_does_not_go_on_is_given_up_by_the_broker() -> None:
             updating = asyncio.ensure_future(agent.update_weights(source))
             await engine.running.wait()
             source.let_go.set()
-            with pytest.raises(UpdateFailed, match="trainer is alive, but has sent no next step") as failed:
+            with pytest.raises(
+                UpdateFailed, match="trainer is alive, but has sent no next step"
+            ) as failed:
                 await updating
             await pause.__aexit__(None, None, None)
             assert (failed.value.code, failed.value.nack.peer) == (NackCode.TIMEOUT, "trainer")

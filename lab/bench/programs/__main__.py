@@ -14,7 +14,7 @@ import importlib
 import inspect
 import json
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import bus.log
 from bus.runtime import event_loop
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.runtime.event_loop import LoopChoice
+
+
+ARGUMENTS: Final = 3
 
 
 async def serve(program: Callable[..., Any], settings: dict[str, Any]) -> None:
@@ -41,6 +44,8 @@ async def serve(program: Callable[..., Any], settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) <= ARGUMENTS:
+        sys.exit("usage: python -m lab.bench.programs PROGRAM SETTINGS LOOP")
     package, _, name = sys.argv[1].rpartition(".")
     bus.log.configure(json=True)
     module = importlib.import_module(f"{package or 'lab.bench.programs'}.{name}")

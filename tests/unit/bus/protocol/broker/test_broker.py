@@ -571,7 +571,7 @@ ALL: dict[str, Message] = {
 MAY = {
     "engine": {"ACK", "CORE_STATUS", "PROBED"},
     "coordinator": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
-    "observer": {"ROUTES_REQUEST", "ROUTES_TAKEN"},
+    "observer": {"ROUTES_REQUEST", "ROUTES_TAKEN", "PLAN_TRANSFER"},
     "trainer": {
         "PAUSE_LOCAL",
         "RESUME",
