@@ -27,7 +27,7 @@ from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.group import timeouts
 from bus.protocol.group.catch_up import stale_dp_groups
-from bus.protocol.group.commands import Commands, FollowUps
+from bus.protocol.group.commands import Commands
 from bus.protocol.group.group_state import GroupSteps
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import find_leftover
@@ -45,7 +45,63 @@ if TYPE_CHECKING:
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Peer
-    from bus.protocol.group.group_state import Action, Watchers
+    from bus.protocol.group.group_state import Action, GroupState, Watchers
+
+
+class FollowUps:
+    """Finds what follows from a change of the group's state, and skips the search if nothing can.
+
+    Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come, the
+    end of an abandoned pause, and the admission of engines that joined late. They depend on
+
+    - the states of pause, sleep and update: each transition counts in ``StateMachine.moves``;
+    - queued commands, which also wait for chunks: while there are any, the search is made;
+    - a trainer that is gone: the group calls :meth:`mark`. (A RESUME waits for a transition.)
+    - engines that joined late: they do so only in a pause or an update, whose end is a transition.
+
+    So a search that found nothing finds nothing until one of these changes. Most events, such as
+    the ACKs of a chunk, change none of them.
+
+    Args:
+        state: the group.
+        commands: its queued commands.
+    """
+
+    def __init__(self, state: GroupState, commands: Commands) -> None:
+        self._state = state
+        self._commands = commands
+        self._settled: tuple[int, int, int] | None = None  # moves of the last search in vain
+
+    def mark(self) -> None:
+        """Records a change that is no transition of a state machine."""
+        self._settled = None
+
+    def next(self, now_ms: float) -> list[Action]:
+        """Returns the actions of the next follow-up; empty: none is possible now."""
+        state = self._state
+        moves = (state.pause.moves, state.sleep.moves, state.update.moves)
+        if moves == self._settled and not self._commands.queued:
+            return []
+        actions = self._find(now_ms)
+        self._settled = None if actions else moves
+        return actions
+
+    def _find(self, now_ms: float) -> list[Action]:
+        state = self._state
+        if state.pause.state is PauseState.RUNNING:
+            over = state.sleep.over()
+            if over:
+                return [*over]
+        queued = self._commands.next_queued(now_ms)
+        if queued:
+            return queued
+        if state.pause.state in (PauseState.RUNNING, PauseState.RESUMING):
+            state.resume_asked = False
+        elif (state.orphaned or state.resume_asked) and state.update.state is UpdateState.IDLE:
+            return state.end_pause(now_ms) if state.pause.state is PauseState.PAUSED else []
+        if not state.is_busy() and state.registry.admit_joined_late():
+            return [*state.answer_waiters(now_ms)]
+        return []
 
 
 class Group(GroupSteps):

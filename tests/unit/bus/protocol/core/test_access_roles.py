@@ -33,13 +33,13 @@ MAY: dict[str, set[str]] = {
     "engine": EVERYBODY | {"ACK", "ARMED", "CORE_STATUS", "PROBED"},
     "booting": EVERYBODY,
     "coordinator": EVERYBODY | {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
-    "observer": EVERYBODY | {"ROUTES_REQUEST", "ROUTES_TAKEN"},
+    "observer": EVERYBODY | {"ROUTES_REQUEST", "ROUTES_TAKEN", "PLAN_TRANSFER"},
     "scheduler": EVERYBODY | {"ROUTES_REQUEST", "ROUTES_TAKEN"},
 }
 KEY_MAY: dict[str, set[str]] = {
     "trainer": MAY["trainer"] | MAY["follower"] | MAY["observer"],
     "engine": MAY["engine"] | MAY["coordinator"],
-    "observer": EVERYBODY | {"ROUTES_REQUEST", "ROUTES_TAKEN"},
+    "observer": EVERYBODY | {"ROUTES_REQUEST", "ROUTES_TAKEN", "PLAN_TRANSFER"},
     "scheduler": EVERYBODY | {"ROUTES_REQUEST", "ROUTES_TAKEN"},
 }
 
