@@ -16,7 +16,8 @@ from bus.errors import EngineError
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.protocol.core.effects import Note
-from bus.protocol.engine.calls import CallCommit, CallFinish, CallLoad, CallReceive, CallStart
+from bus.protocol.engine.calls import CallCommit
+from bus.protocol.engine.operations import Operation, Restore
 from bus.protocol.engine.pause import EnginePauseState
 from sidecar.shared_pages.pause_lease import (
     AbandonedPause,
@@ -28,13 +29,12 @@ from sidecar.shared_pages.pause_lease import (
 )
 
 if TYPE_CHECKING:
+    from bus.protocol.engine.calls import Call
     from bus.protocol.engine.session import EngineSession
     from sidecar.engine import Engine
 
 _SERIAL_BITS: Final = 52
 _MIN_LEASE_MS: Final = 1000.0
-# Calls that must not be made after the engine has ended the pause by itself.
-UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
 
 
 class PauseLeaseWriter:
@@ -79,13 +79,16 @@ class PauseLeaseWriter:
         self._outcome = end = self._engine.write_pause_lease(self._lease(now_ms))
         return self._on_outcome(end, now_ms) if end and self._session.at_rest else []
 
-    def require_held(self) -> None:
-        """Checks, as of the last :meth:`write`, that the engine has not ended its pause.
+    def require_held(self, call: Call) -> None:
+        """Checks, as of the last :meth:`write`, that the engine's pause allows this call.
+
+        After the engine has ended the pause by itself, no call may change or commit weights.
 
         Raises:
             EngineError: code ``wrong_state``: the engine has ended the pause by itself.
         """
-        if (end := self._outcome) is not None:
+        changes = isinstance(call, Operation) and call.changes_weights
+        if (end := self._outcome) is not None and (changes or isinstance(call, CallCommit)):
             raise EngineError(
                 f"the pause's lease was over, and the engine is {end.state}: {end.reason}",
                 code=NackCode.WRONG_STATE,
@@ -135,7 +138,7 @@ class PauseLeaseWriter:
             )
         if lease.begun and lease.begun != "adapter" and not partial:
             try:
-                await engine.restore(lease.begun)
+                await engine.perform(Restore(lease.begun))
             except EngineError:
                 partial = (lease.begun,)
         if partial:

@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from bus.manifest import Chunk
 from bus.messages import Envelope, WeightChunkMeta
 from bus.protocol.core.effects import Send
 from bus.protocol.core.instructions import Ask
 from bus.protocol.engine.calls import Job
+from bus.protocol.engine.operations import ReceiveChunk
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from tests.support.broker import a_broker
@@ -64,7 +64,7 @@ class Passed:
             case _FilledChunk(handle=handle):
                 self._handles.add(handle)
                 return True
-            case WeightChunkMeta() | Chunk():
+            case WeightChunkMeta() | ReceiveChunk():
                 return True
             case Envelope(kind=kind):
                 return bool(kind == KIND)

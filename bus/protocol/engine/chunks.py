@@ -2,7 +2,7 @@
 
 ::
 
-    message            condition                                  engine call, ack
+    message            condition                                  operation, ack
     WEIGHT_CHUNK_META  the engine has room for chunk k            receive(k)
     CHUNK_SENT k       receive(k) is queued, and every chunk      load(k, verify); ack chunk k
                        before k was sent
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from bus.messages import ChunkSent, Step, WeightChunkMeta
 from bus.protocol.core.failures import wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, part_of
-from bus.protocol.engine.calls import CallLoad, CallQueue, CallReceive, SessionEffect, ack
+from bus.protocol.engine.calls import CallQueue, SessionEffect, ack
+from bus.protocol.engine.operations import LoadChunk, ReceiveChunk
 from bus.vllm_payloads import is_loaded_on_receipt
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class EngineChunks:
         applied: how many chunks are loaded.
         parts: how many parts of the manifest have been armed.
         prefetch_depth: how many chunks the open transport may receive before they are loaded.
+        staged: whether chunks are loaded into spare memory.
     """
 
     def __init__(self, queue: CallQueue) -> None:
         self.applied = 0
         self.parts = 1
         self.prefetch_depth = 1
+        self.staged = False
         self._queue = queue
         self._update_id = ""
         self._backend = ""
@@ -152,16 +155,16 @@ class EngineChunks:
             received, passed = self._ack_received - len(self._metas), self._sent - len(self._checks)
             if self._metas and received - passed < (1 if theirs else self.prefetch_depth):
                 msg_id, meta = self._metas.popleft()
-                tensors = self._armed_manifest().chunk(meta.chunk)
-                chunk = meta.chunk, self._backend, tensors, meta.handle, self._update_id
-                self._queue.add(CallReceive(*chunk), msg_id)
+                chunk = meta.chunk, self._backend, meta.handle, self._update_id
+                self._queue.add(ReceiveChunk(*chunk, staged=self.staged), msg_id)
             elif theirs and self._checks and passed < self._received:
                 msg_id, sent = self._checks.popleft()
                 self.applied += 1
                 acks.append(ack(msg_id, Step.CHUNK, self._update_id, chunk=sent.chunk))
             elif not theirs and self._checks and passed < received:
                 msg_id, sent = self._checks.popleft()
-                self._queue.add(CallLoad(sent.chunk, sent.verify, sent.sums), msg_id)
+                load = LoadChunk(sent.chunk, sent.verify, sent.sums, staged=self.staged)
+                self._queue.add(load, msg_id)
             else:
                 return acks
 

@@ -4,7 +4,7 @@ the peer was heard."""
 from __future__ import annotations
 
 from bus.messages import Commit, StatusRequest, WeightChunkMeta
-from bus.protocol.engine.calls import CallLoad
+from bus.protocol.engine.operations import LoadChunk
 from tests.unit.bus._scene import Scene
 from trainer_agent.failures import silent_broker, silent_engines
 
@@ -27,7 +27,7 @@ def test_a_step_has_its_name_and_no_chunk() -> None:
 def test_who_holds_up_the_chunk_that_was_asked_for_is_named() -> None:
     """With the chunk that it has not applied, since when, and when it was heard."""
     scene = Scene(1, 1)
-    scene.engine("e1").behaviour.hold.add(CallLoad)
+    scene.engine("e1").behaviour.hold.add(LoadChunk)
     scene.update()
     group = scene.world.existing_group
     assert scene.world.run_until(

@@ -21,6 +21,7 @@ from bus.weight_transfer.shm import ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
+from tests.support.steps import steps
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.update import Update, Updates
@@ -446,7 +447,7 @@ def test_ranks_that_send_shards_wait_until_engines_have_started(checkpoint: Chec
             bench.agent._engine_session._native_transport = NativeTransport(
                 "vllm:nccl_m2n", CHUNK_BYTES
             )
-            bench.engine.start_update = broken  # type: ignore[method-assign]
+            steps(bench.engine).start_update = broken  # type: ignore[method-assign]
             _, theirs = bench.source(21)
             reading = asyncio.create_task(asyncio.to_thread(list, other.source(theirs)))
             await asyncio.to_thread(trainer.client.start_weight_update)
