@@ -123,7 +123,7 @@ def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
     secret_path, public_path = folder / f"{key.name}{SECRET}", folder / f"{key.name}{PUBLIC}"
     public = f'name = "{key.name}"\nrole = "{key.role}"\npublic-key = "{key.public}"\n'
     secret = (
-        f"# Keep this secret: who has it is taken for {key.name}.\n"
+        f"# Keep this secret: whoever has it can act as {key.name}.\n"
         f'{public}secret-key = "{key.secret}"\n'
     )
     try:
@@ -258,7 +258,7 @@ def security(
     if key is None and broker_key is None:
         return Security(insecure=insecure)
     if key is None or broker_key is None:
-        missing = "--key: the own secret file" if key is None else "--broker-key: broker.pub"
+        missing = "--key: this peer's secret file" if key is None else "--broker-key: broker.pub"
         raise UsageError(f"{missing} is missing; a peer needs both")
     own = read_key(Path(key), secret=True, option="--key")
     broker = read_key(Path(broker_key), secret=False, option="--broker-key")

@@ -84,7 +84,7 @@ class Manifest:
                 raise ValueError(f"{field}: {length} entries for {count} names")
         if len(set(self.names)) != count:
             twice = next(n for n in self.names if self.names.count(n) > 1)
-            raise ValueError(f"names: {twice} stands twice")
+            raise ValueError(f"names: {twice} appears twice")
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             if dtype not in DTYPE_BYTES:
                 raise ValueError(f"dtypes: {name} has unknown dtype {dtype!r}")

@@ -92,7 +92,7 @@ def advertised(url: str, by: str) -> str:
     parts = urlsplit(url)
     if not by and parts.hostname in WILDCARDS:
         raise UsageError(
-            f"{url} is on every address of this host: say with --advertise HOST by which one "
+            f"{url} listens on every address of this host: give --advertise HOST, the one by which "
             "clients reach the engine"
         )
     return http_url(by, parts.port or 80) if by else url

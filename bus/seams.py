@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from bus.vllm_source import SourceTree, short_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 # -- expectations ------------------------------------------------------------------------
@@ -151,20 +153,45 @@ class Wrap(Takes):
     around: str = ""
 
 
-@dataclass(frozen=True)
-class Form:
+def name_of(function: Callable[..., Any]) -> str:
+    """Returns the name by which a seam refers to a function: ``module:function``."""
+    return f"{function.__module__}:{function.__name__}"
+
+
+class _Wrapping:
+    """Lets a wrapper declare, as its decorator, which method of vLLM it wraps."""
+
+    wraps: list[Wrap]
+
+    def wrap(self, target: str, parameters: str) -> Callable[[_Function], _Function]:
+        """Returns a decorator: the function wraps a method of vLLM wherever the seam is installed.
+
+        Args:
+            target: the method, as ``module:Class.method``.
+            parameters: the parameters that it must have, as in :class:`Takes`.
+        """
+
+        def declare(function: _Function) -> _Function:
+            self.wraps.append(Wrap(target, parameters, name_of(function)))
+            return function
+
+        return declare
+
+
+@dataclass
+class Form(_Wrapping):
     """A seam in some versions of vLLM: what is expected there, and what is installed.
 
     Attributes:
         name: names the form within its seam.
         expects: what must hold for vLLM's source if this form is to fit.
-        wraps: methods to wrap.
+        wraps: methods to wrap, mostly declared by :meth:`wrap`.
         sets: as in :class:`Seam`.
     """
 
     name: str
     expects: tuple[Expectation, ...] = ()
-    wraps: tuple[Wrap, ...] = ()
+    wraps: list[Wrap] = field(default_factory=list)
     sets: tuple[tuple[str, str, object], ...] = ()
 
     @property
@@ -177,9 +204,11 @@ class Form:
         return [gap for each in self.expectations if (gap := each.gap(tree))]
 
 
-@dataclass(frozen=True)
-class Seam:
+@dataclass
+class Seam(_Wrapping):
     """One place in vLLM that wavebus depends on, with the changes that are installed there.
+
+    The module with the wrappers declares the seam; each wrapper names its method by :meth:`wrap`.
 
     Attributes:
         name: a short, unique name.
@@ -206,12 +235,21 @@ class Seam:
     expects: tuple[Expectation, ...] = ()
     forms: tuple[Form, ...] = ()
     process: str = ""
-    wraps: tuple[Wrap, ...] = ()
+    wraps: list[Wrap] = field(default_factory=list)
     sets: tuple[tuple[str, str, object], ...] = ()
-    answers: tuple[tuple[str, str], ...] = ()
+    answers: list[tuple[str, str]] = field(default_factory=list)
     install: str = ""
     needs: tuple[str, ...] = ()
     off: str = ""
+
+    def answer(self, method: str) -> Callable[[_Function], _Function]:
+        """Returns a decorator: engine cores answer this method of ``collective_rpc`` with it."""
+
+        def declare(function: _Function) -> _Function:
+            self.answers.append((method, name_of(function)))
+            return function
+
+        return declare
 
     @property
     def common(self) -> Form:

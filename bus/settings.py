@@ -74,7 +74,7 @@ def load(
     for name, table in data.items():
         if isinstance(table, dict) and name not in commands:
             known = ", ".join(sorted(commands))
-            raise UsageError(f"{path}: [{name}] is the table of no command; there are: {known}")
+            raise UsageError(f"{path}: no command has the table [{name}]; there are: {known}")
     everywhere = {_key(k): v for k, v in data.items() if not isinstance(v, dict)}
     others = everywhere.keys() - options.keys()
     known_options = all_options() if others else None

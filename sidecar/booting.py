@@ -37,4 +37,4 @@ def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        peer.close("it boots no more")
+        peer.close("its boot has ended")

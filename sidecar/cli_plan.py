@@ -76,14 +76,16 @@ class SidecarPlan(GroupPlan):
         metavar="HOST|URL",
         envvar="WAVEBUS_ADVERTISE",
     )
-    max_num_seqs: int = option(64, "Embedded: sequences at once.", min=1)
+    max_num_seqs: int = option(64, "Embedded: the largest number of sequences at once.", min=1)
     step_ms: float = option(
         0,
         "Embedded: the shortest duration of a step, to imitate a larger model.",
         min=0,
         show_default=False,
     )
-    max_model_len: int | None = option(None, "Embedded: most tokens of a sequence.", min=2)
+    max_model_len: int | None = option(
+        None, "Embedded: the largest number of tokens in a sequence.", min=2
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Embedded: type of the weights.")
     threads: int = option(1, "Embedded: threads of torch.", min=1)
     dp_size: int = option(

@@ -125,7 +125,12 @@ def _vllm() -> list[Check]:
         return [Check("vllm", "fail", f"{name} {number}", reason)]
     untested = untested_reason(number)
     return [
-        Check("vllm", "warn", untested, "what fits works, see below; report what does not")
+        Check(
+            "vllm",
+            "warn",
+            untested,
+            "features that fit it work, see below; report those that don't",
+        )
         if untested
         else Check("vllm", "ok", f"{name} {number}"),
         _plugin(),

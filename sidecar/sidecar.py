@@ -338,7 +338,7 @@ class Sidecar:
         """Ends this sidecar, so that its supervisor restarts it and its stuck engine."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
-        self.death = f"stuck, and to be restarted: {reason}"
+        self.death = f"stuck, and needs a restart: {reason}"
         self._client.note(Note("restart_asked", "error", {"reason": reason}))
         self._ended.set()
 

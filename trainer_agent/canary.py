@@ -173,7 +173,7 @@ def _compare_with_majority(
         raise _canary_failed(
             update_id,
             f"probe {number}: {', '.join(most[:_MAX_NAMED])} gave {_text(expected)}, and "
-            f"{', '.join(as_many[:_MAX_NAMED])} gave {_text(other)}: nobody can tell who is right",
+            f"{', '.join(as_many[:_MAX_NAMED])} gave {_text(other)}: nobody knows which is right",
             hint="give the canary a score",
         )
     return [

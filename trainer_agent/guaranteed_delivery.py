@@ -73,7 +73,10 @@ class GuaranteedDelivery:
         if sending.done():
             return sending.result()
         self._log.warning("undone_later", messages=[type(message).__name__ for message in messages])
-        return BusTimeout("the broker has not answered; it is told when it does", peer=BROKER_NAME)
+        return BusTimeout(
+            "the broker has not answered; it gets this message as soon as it answers",
+            peer=BROKER_NAME,
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until all messages are answered; returns False if ``timeout_s`` ends first."""

@@ -47,7 +47,9 @@ class BrokerPlan:
         metavar="ADDRESS",
         callback=checked(check_address),
     )
-    heartbeat_ms: int = option(1000, "How often every peer sends a heartbeat.", min=10, max=60_000)
+    heartbeat_ms: int = option(
+        1000, "Interval between the heartbeats of a peer, in ms.", min=10, max=60_000
+    )
     peer_timeout_ms: int = option(
         5000, "Silence after which a peer is lost; at least three heartbeats.", min=50, max=600_000
     )
@@ -60,7 +62,7 @@ class BrokerPlan:
     curve_keys: Path | None = option(
         None,
         "A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
-        "on SIGHUP. Other peers can't connect then.  [env: WAVEBUS_CURVE_KEYS]",
+        "on SIGHUP. Peers without a key of these can't connect.  [env: WAVEBUS_CURVE_KEYS]",
         type=NamedPath(file_okay=False),
         envvar="WAVEBUS_CURVE_KEYS",
     )
@@ -68,7 +70,7 @@ class BrokerPlan:
     journal: Path | None = option(
         None,
         "Record every control message here, for `wavebus journal`, `why`, `replay` and `trace`; "
-        "a commit is recorded before anybody serves it.  [env: WAVEBUS_JOURNAL]",
+        "a commit is recorded before any engine serves it.  [env: WAVEBUS_JOURNAL]",
         envvar="WAVEBUS_JOURNAL",
         metavar="DIR",
         type=NamedPath(file_okay=False),

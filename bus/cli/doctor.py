@@ -78,7 +78,7 @@ class Options:
     metavar="URL",
     callback=checked(check_url),
     default=None,
-    help="Also look at a vLLM server that runs there: its RL routes and its backend.",
+    help="Also check the vLLM server at this URL: its RL routes and its backend.",
 )
 @click.option(
     "--vllm",
@@ -201,7 +201,7 @@ def _clock() -> Check:
             "clock",
             "warn",
             f"the monotonic clock has steps of {resolution_ms:.1f} ms",
-            "durations in logs are no better than that",
+            "durations in logs are no more precise than that",
         )
     built = os.stat(__file__).st_mtime  # noqa: PTH116
     if time.time() + 86_400 < built:
@@ -210,7 +210,7 @@ def _clock() -> Check:
             "warn",
             f"the wall clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, which is "
             "before this file was installed",
-            "set it (NTP), or the logs of several hosts can't be laid side by side",
+            "set it (NTP), or the logs of several hosts can't be compared",
         )
     return Check("clock", "ok", f"monotonic, steps of {resolution_ms * 1e6:.0f} ns")
 

@@ -120,4 +120,4 @@ def _notes(found: Sequence[Report]) -> Iterator[str]:
     for report in found:
         reason = unsupported_reason(report.version) or untested_reason(report.version)
         if reason:
-            yield f"{reason}. What fits is expected to work."
+            yield f"{reason}. Features that fit it are expected to work."

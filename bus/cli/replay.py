@@ -88,9 +88,9 @@ def _say(step: ReplayStep) -> None:
 
 def _summary(life: Replay, *, differs: bool) -> str:
     how = "differs" if differs else "the same"
-    end = "it ended in order" if life.closed else "killed, or it runs still"
+    end = "it ended normally" if life.closed else "it was killed, or still runs"
     if life.unsent:
-        end += f"; {life.unsent} more were to be sent when the journal ends"
+        end += f"; {life.unsent} more would follow, but the journal ends"
     return f"broker {life.boot:x}: {life.received} messages in, {life.sent} out: {how}; {end}"
 
 

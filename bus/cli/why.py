@@ -101,8 +101,8 @@ def _final_status(source: Path) -> Status:
         last, step = each
         if step.difference is not None:
             raise JournalError(
-                f"{source}: the journal is not what this wavebus would have done, so it can't tell "
-                f"where the broker stood\n{step.difference}"
+                f"{source}: this version of wavebus would have sent other messages than the "
+                f"journal has, so the broker's state is unknown\n{step.difference}"
             )
     if last is None:
         raise JournalError(reason)

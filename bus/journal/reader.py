@@ -58,11 +58,11 @@ class Gap:
         if self.kind == "torn":
             return (
                 f"{self.path}: ends in the middle of a record, at byte {self.offset}: the broker "
-                "was killed then, or writes on"
+                "was killed then, or is still writing"
             )
         return (
             f"{self.path}: {self.size_bytes} bytes from byte {self.offset} on are damaged, and "
-            "are left out"
+            "are skipped"
         )
 
 

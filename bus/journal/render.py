@@ -83,7 +83,7 @@ def describe(record: Record) -> str:
         case FileBegan():
             return f"the broker's life {record.boot:x} begins, or its file {record.file}"
         case BrokerClosed():
-            return "the broker ended in order"
+            return "the broker ended normally"
         case TimerFired():
             return "its timer rang"
         case RecordsLost():

@@ -159,9 +159,7 @@ class Replay:
                 return self.machine.rekey(record.keys, record.now_ms)
             case FrameRefused():
                 effects = self.machine.admit(record.route, record.size_bytes, record.now_ms)
-                return effects or (
-                    "it is read" if effects is None else "it is dropped without a word"
-                )
+                return effects or ("it is read" if effects is None else "it is dropped silently")
             case FrameReceived():
                 return self._read(record)
 

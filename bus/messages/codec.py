@@ -233,10 +233,10 @@ def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
         if key not in known:
             return DecodeError(NackCode.MALFORMED, str(key)[:64], f"{where} has no such field")
         if key in seen:
-            return DecodeError(NackCode.MALFORMED, key, f"{where} has it twice")
+            return DecodeError(NackCode.MALFORMED, key, f"it appears twice in {where}")
         seen.add(key)
     missing = next(name for name in known if name not in seen)
-    return DecodeError(NackCode.MALFORMED, missing, f"{where} lacks it")
+    return DecodeError(NackCode.MALFORMED, missing, f"{where} needs it")
 
 
 def _check_fields(value: Any, cls: type, path: str, minor: int) -> None:

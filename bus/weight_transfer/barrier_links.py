@@ -253,13 +253,13 @@ def _read_hello(
         return None
     shown, communicator, rank, length = _HELLO.unpack(link.received[: _HELLO.size])
     if not hmac.compare_digest(shown, token) or communicator != place.communicator:
-        return "it is of another transport"
+        return "it belongs to another transport"
     if not 0 < rank < place.world_size or rank in links or length > MAX_GREETING_BYTES:
         return f"rank {rank} is not free"
     if len(link.received) < _HELLO.size + length:
         return None
     if len(link.received) > _HELLO.size + length:
-        return "it says more than its greeting"
+        return "it sent more than its greeting"
     greeting = link.received[_HELLO.size :].decode(errors="replace")
     link.received.clear()
     return rank, greeting

@@ -76,7 +76,7 @@ def unavailable_reason() -> str:
     if torch.version.cuda is None:
         return f"it needs CUDA, and torch {torch.__version__} is built without"
     if not torch.cuda.device_count():
-        return "it needs CUDA, and no GPU is to be seen here"
+        return "it needs CUDA, and no GPU is visible here"
     return ""
 
 
@@ -211,5 +211,5 @@ def as_tensor(pointer: int, size_bytes: int, device: torch.device) -> torch.Tens
         A uint8 tensor of one dimension.
     """
     made = torch.as_tensor(_CudaArray(pointer, size_bytes), device=device)
-    assert made.data_ptr() == pointer, "torch has copied what it should have looked at"
+    assert made.data_ptr() == pointer, "torch made a copy where a view was expected"
     return made

@@ -317,7 +317,7 @@ class EntryBarrier:
             if key.data is None:
                 self._woken.recv(4096)
             elif not self._read(key.data):
-                own = f"; this process had stood still for {stood_s:.1f} s" if stood_s else ""
+                own = f"; this process had not run for {stood_s:.1f} s" if stood_s else ""
                 self._fail(f"{key.data.name} is closed or gone{own}")
         self._look(now, stood_still=bool(stood_s))
 
@@ -353,7 +353,7 @@ class EntryBarrier:
             if link.asked_s and now - link.asked_s >= self._silence_s:
                 self._fail(f"{link.name} has been silent for {self._silence_s:g} s")
         if first and now - since_s >= first.timeout_s:
-            self._fail(f"not everybody took part within {first.timeout_s:g} s")
+            self._fail(f"not all ends took part within {first.timeout_s:g} s")
 
     def _ask(self, now: float) -> None:
         for link in self._links.values():

@@ -324,7 +324,7 @@ def meet(
         _call_within(deadline - time.monotonic(), connect)
     except TimeoutError as error:
         made.close()
-        raise RuntimeError(f"NCCL did not connect everybody within {timeout_s:g} s") from error
+        raise RuntimeError(f"NCCL did not connect all ranks within {timeout_s:g} s") from error
     except BaseException:
         made.close()
         raise

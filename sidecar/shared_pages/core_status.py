@@ -287,7 +287,7 @@ def _record(memory: mmap.mmap) -> TwoSlotRecord:
 def _read(memory: mmap.mmap) -> CoreStatusView:
     body = _record(memory).read()
     if body is None:
-        raise NoPage("the page is just being made")
+        raise NoPage("the page is still being created")
     pid, step, wave, since_ns, *requests, limit_ms, rank, phase, flags = _BODY.unpack(body)
     waiting, running, untagged = requests
     (beat_ns,) = _BEAT.unpack_from(memory, _BEAT_AT)

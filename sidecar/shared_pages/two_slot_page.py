@@ -76,7 +76,7 @@ def open_page(path: Path, kind: bytes, layout: int, size_bytes: int) -> mmap.mma
             found = os.fstat(file.fileno())
             # Any user who can write to the folder could forge a page. Root reads all users' pages.
             if os.geteuid() not in (0, found.st_uid):
-                raise PermissionError(errno.EPERM, "the page belongs to somebody else")
+                raise PermissionError(errno.EPERM, "the page belongs to another user")
             if found.st_size < size_bytes:
                 raise NoPage(f"{path}: shorter than a page of {size_bytes} bytes")
             memory = mmap.mmap(file.fileno(), size_bytes)
@@ -133,7 +133,7 @@ class TwoSlotRecord:
                 return max(found)[1]
             if not any(self._numbers()):
                 return None
-        raise NoPage("no slot is whole")
+        raise NoPage("no slot is complete")
 
     def _numbers(self) -> tuple[int, int]:
         """Returns the write number of each slot, complete or not."""

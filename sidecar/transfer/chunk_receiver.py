@@ -45,7 +45,7 @@ def require_chunk(chunks: Sequence[tuple[TensorMeta, ...]], seq: int) -> tuple[T
         EngineError: code ``transfer_failed``: the manifest has no such chunk.
     """
     if seq >= len(chunks):
-        raise transfer_failed(f"chunk {seq} is not one of the armed manifest")
+        raise transfer_failed(f"chunk {seq} is not in the armed manifest")
     return chunks[seq]
 
 

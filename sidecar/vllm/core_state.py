@@ -186,7 +186,7 @@ class CoreLink:
             self._log.error(
                 "dp_coordinator_died",
                 pid=self._coordinator_pid,
-                hint="waves that run go on, but an idle DP group may not wake for a request: "
+                hint="running waves continue, but an idle DP group may not wake for a request: "
                 "restart all its ranks",
             )
             self._coordinator_pid = 0

@@ -253,7 +253,7 @@ class VllmAdapter(WorkerClient):
 
         A paused vLLM runs no request, also no probe. Requests from before the pause are ended,
         because they would run beside the probes. Other requests are admitted again when a later
-        pause succeeds: until then the engine may run with weights that are not proven. See
+        pause succeeds: until then the engine may run with unproven weights. See
         :meth:`sidecar.engine.Engine.probe`.
         """
         passes = await self._admission.pass_probes(mode)

@@ -59,5 +59,5 @@ class VllmEngine(VllmAdapter):
         settled = self._llm.settled
         if adapter not in settled:
             have = ", ".join(sorted(settled)) or "none"
-            raise UsageError(f"adapter={adapter!r}: nobody has sent it yet (there are: {have})")
+            raise UsageError(f"adapter={adapter!r}: no trainer has sent it yet (there are: {have})")
         return settled[adapter]

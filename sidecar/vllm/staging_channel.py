@@ -126,11 +126,11 @@ class _Connection:
         try:
             end.connect(f"\0{name}")
             if not is_same_user(end):
-                raise PermissionError("somebody else listens there")
+                raise PermissionError("a process of another user listens there")
         except OSError as error:
             end.close()
             raise EngineError(
-                f"its worker is not to be reached at {name!r} ({error.strerror or error}): sidecar "
+                f"its worker can't be reached at {name!r} ({error.strerror or error}): sidecar "
                 "and workers must run on one host, as one user (containers: one network namespace)"
             ) from error
         return cls(end)
@@ -142,7 +142,7 @@ class _Connection:
             size = LENGTH.unpack(await self._read(LENGTH.size))[0]
             answer = await self._read(size)
         except OSError as error:
-            raise EngineDead("a worker has left in the middle of staging") from error
+            raise EngineDead("a worker closed its connection during staging") from error
         return operations.unpack_answer(answer)
 
     async def _read(self, size: int) -> bytes:

@@ -150,7 +150,7 @@ class WorkerClient:
         self._is_vllms_engine = backend != BACKEND
         self._is_one_core = cores == 1
         why = facts.features.get("staged_updates", "")
-        self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
+        self._cannot_stage = f"this vLLM can't stage updates: {why}" if why else ""
         self._caches.learn(facts)
         workers = await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))

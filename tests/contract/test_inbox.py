@@ -265,7 +265,7 @@ def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Link) -> 
 
 
 def test_a_chunk_that_was_not_armed_is_refused(shm: Link) -> None:
-    with pytest.raises(EngineError, match="chunk 10 is not one of the armed manifest") as refused:
+    with pytest.raises(EngineError, match="chunk 10 is not in the armed manifest") as refused:
         shm.inbox.begin(len(CHUNKS), CHUNKS, "shm", b"")
     assert refused.value.code is NackCode.TRANSFER_FAILED
 

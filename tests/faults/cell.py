@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # committed everywhere.
 _ATTEMPTS: Final = 4
 # Of an error: what a sender says whose patience has ended (bus/weight_transfer/entry_barrier.py).
-_WAITED_OUT: Final = ("did not get ready within", "not everybody took part within")
+_WAITED_OUT: Final = ("did not get ready within", "not all ends took part within")
 _NAMED: Final = frozenset(
     {"Refused", "ManifestRefused", "PauseFailed", "UpdateFailed", "BusTimeout"}
 )

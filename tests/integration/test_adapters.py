@@ -202,7 +202,7 @@ def test_a_trainer_engine_is_to_be_made_anew() -> None:
             await agent.wait_for_engines(1)
             await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
             agent.source({"w": torch.zeros(4)})
-            with pytest.raises(Refused, match="make the trainer engine anew") as refused:
+            with pytest.raises(Refused, match="create the trainer engine again") as refused:
                 await asyncio.to_thread(agent.client().start_weight_update)
             assert refused.value.code is NackCode.TRANSFER_CLOSED
 

@@ -355,7 +355,7 @@ def test_another_trainer_of_the_group_is_named(bus: Bus) -> None:
     first, second = Gateway(bus), Gateway(bus)
     assert first.call("/pause?mode=keep")[0] == 200
     status, answer = second.call("/pause?mode=keep")
-    assert (status, "is held by trainer" in message(answer)) == (409, True)
+    assert (status, "is owned by trainer" in message(answer)) == (409, True)
     assert first.call("/resume")[0] == 200
 
 

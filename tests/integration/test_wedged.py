@@ -70,13 +70,13 @@ def test_ranks_that_deadlock_are_restarted(bus: Bus, moe: Checkpoint, tmp_path: 
         asked = await asyncio.to_thread(bus.broker.wait_event, "restart_asked", dp_group="moe")
         assert asked["supervised"]
         assert sorted(asked["peers"]) == ["moe-0", "moe-1"]
-        assert "stands in the" in asked["reason"]
+        assert "has been in the" in asked["reason"]
         pausing.cancel()
         await asyncio.gather(pausing, return_exceptions=True)
 
     asyncio.run(play())
     told = supervisor.wait_event("restart_asked")
-    assert "stands in the" in told["reason"]
+    assert "has been in the" in told["reason"]
     supervisor.wait_event("dp_group_restarts")
     serve_anew(bus, moe, before)
     assert supervisor.stop() == 0
@@ -92,7 +92,7 @@ def test_a_rank_that_is_stopped_is_restarted_with_its_mate(bus: Bus, moe: Checkp
     bus.broker.wait_event("dp_group_down", dp_group="moe")
     asked = bus.broker.wait_event("restart_asked", dp_group="moe")
     assert asked["peers"] == ["moe-0"]
-    assert "rank 1 (moe-1) is gone" in asked["reason"]
+    assert "rank 1 (moe-1) has been gone" in asked["reason"]
     serve_anew(bus, moe, before)
     assert supervisor.stop() == 0
 

@@ -47,7 +47,7 @@ def register() -> None:
 
 def bring_collectives() -> None:
     """vLLM's CPU build lacks those that experts over ranks need; wavebus's plugin has them, but
-    servers that are vLLM's alone load no plugin of wavebus's."""
+    servers that are vLLM's alone load no plugin of wavebus."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
 
     if current_platform.is_cpu():

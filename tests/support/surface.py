@@ -78,7 +78,7 @@ def check_snapshot(name: str, text: str) -> None:
     )
     pytest.fail(
         f"users hold on to this, and it changed: {path.relative_to(ROOT)}\n\n{difference}\n\n"
-        "If the change is intended, name it in CHANGELOG.md and record the snapshots anew:\n"
+        "If the change is intended, say so in the commit, and record the snapshots again:\n"
         f"  {RECORD}=1 python -m pytest tests/contract/test_user_surface.py",
         pytrace=False,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.vllm.plugin.core import kv_versions
+from sidecar.vllm.plugin.core import kv_versions, pause
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import require_vllm
 
@@ -50,6 +50,6 @@ def test_prompts_that_fill_the_cache_are_computed_after_it_is_cleared(
     kv_versions.set_weight_version(lambda core, new: setattr(core, "version", new), core, "2")
     done: list[str] = []
     for turn in range(4):
-        kv_versions.process_input_queue(lambda _core: None, core)
+        pause.process_input_queue(lambda _core: None, core)
         done += scheduler.step(arrived="b" if late and turn == 1 else "")
     assert done == ["a", "b"]

@@ -134,7 +134,7 @@ def test_a_vllm_that_takes_no_staged_updates_says_so_wherever_one_looks(boot: Bo
     reports, warnings = running.updates(1, 2)
     assert [report.how for report in reports] == ["paused", "paused"]
     assert {report.why_paused for report in reports} == {
-        f"e0: this vLLM takes no staged updates: {why}"
+        f"e0: this vLLM can't stage updates: {why}"
     }
     assert warnings == [f"staged_updates_off: {why}"]
     with SyncTrainerAgent(running.address) as agent:

@@ -207,7 +207,7 @@ def test_a_session_of_somebody_else_is_left_alone() -> None:
         failure = perform(worker, operations.Start("model", recover=recover))
         assert failure is not None
         assert failure.code is NackCode.WRONG_STATE
-        assert "somebody else" in failure.detail
+        assert "another client" in failure.detail
         assert engine.said == []
         assert worker._weight_update_active
 

@@ -297,7 +297,7 @@ def test_a_patch_that_broke_off_is_mended_by_a_whole_set_and_by_no_patch(
                     await send
             await until_quarantined(agent, broken)
             trainer = await asyncio.to_thread(trainer_of, agent)
-            with pytest.raises(UpdateFailed, match="holds no whole version") as refused:
+            with pytest.raises(UpdateFailed, match="has no complete weights") as refused:
                 await asyncio.to_thread(trainer.send_weights, agent.patches(difference(base, new)))
             assert refused.value.code is NackCode.OTHER_BASE
             assert refused.value.nack.peer in broken

@@ -202,7 +202,7 @@ async def prefill(
     except (msgspec.DecodeError, RecursionError) as error:
         raise Cut("broken", str(error)[:_SHOWN]) from None
     if not params:  # a pause ended the request, or the engine has no connector
-        raise Cut("rejected", "the answer hands nothing over")
+        raise Cut("rejected", "the answer has no keys and values to hand over")
     return params
 
 
@@ -293,7 +293,7 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
 def _failed(error: Any) -> Exception:
     """Returns the error for an error event: vLLM may refuse a request in its stream."""
     if is_rejected({"error": error}):
-        return Cut("rejected", "the engine takes no requests")
+        return Cut("rejected", "the engine accepts no requests")
     if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:
         return UsageError(f"the engine refuses the request: {error.get('message')}")
     return Cut("died", str(error)[:_SHOWN])

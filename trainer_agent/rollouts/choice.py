@@ -132,7 +132,7 @@ class ChoiceState:
         if self._finish:
             if self._finish == "stop" and isinstance(self._stop, str):
                 return None  # the engine does not know the stop strings
-            raise Cut("broken", "more after the end")
+            raise Cut("broken", "more tokens after the end")
         if fresh and self._vocab_size and not 0 <= min(fresh) <= max(fresh) < self._vocab_size:
             raise Cut("broken", f"tokens {fresh[:8]} of a vocabulary of {self._vocab_size}")
         if self._budget is not None and len(self.token_ids) + len(fresh) > self._budget:

@@ -81,7 +81,7 @@ def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
         stored = _OF_MODULE.sub(r"\1.weight", name)
         if stored in found:
             raise UsageError(
-                f"source: {stored} stands twice ({name}): give the tensors of one adapter, as "
+                f"source: {stored} appears twice ({name}): give the tensors of one adapter, as "
                 "peft.get_peft_model_state_dict(model, adapter_name=...) does"
             )
         found[stored] = tensor

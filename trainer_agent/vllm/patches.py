@@ -115,7 +115,7 @@ class BusPatches:
 _FLAWS = (
     "NaN among the values, which stands for what is unchanged",
     "an index outside of the tensor",
-    "an index that stands twice",
+    "an index that appears twice",
 )
 
 

@@ -204,7 +204,7 @@ class TrainerEngineSession:
                 yield pair
         except GeneratorExit:
             if current.tensors_left:  # else the pass was complete
-                left = UsageError("the pass over the source was left before its end")
+                left = UsageError("the source was not read to its end")
                 with contextlib.suppress(WavebusError):
                     self._abort_pass(current, left)
             raise
@@ -323,7 +323,7 @@ class TrainerEngineSession:
                         "the trainer engine's transport is not open any more",
                         step="arm",
                         update_id=current.update.id,
-                        hint="make the trainer engine anew",
+                        hint="create the trainer engine again",
                     )
                 await current.update.arm(plan, transport, "")
                 if not self._is_sharding:

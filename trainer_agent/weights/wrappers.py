@@ -56,7 +56,7 @@ def plain_names(tensors: Mapping[str, T]) -> Mapping[str, T]:
     for name, tensor in tensors.items():
         short = shorter[name]
         if short in plain:
-            raise UsageError(f"source: {short} stands twice, once as {name}, in a wrapper")
+            raise UsageError(f"source: {short} appears twice, once as {name}, in a wrapper")
         plain[short] = tensor
     return plain
 

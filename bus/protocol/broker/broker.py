@@ -76,7 +76,7 @@ class Broker:
         if not bucket.take(cost, now_ms):
             return self._on_rate_limited(peer, route, bucket, now_ms)
         if size_bytes > bound:
-            who = f"role {peer.role}" if peer else "one who has not joined"
+            who = f"role {peer.role}" if peer else "a peer that has not joined"
             detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
             code = m.NackCode.OVERSIZED if peer else m.NackCode.NOT_JOINED  # so it joins anew
             return self._bad(peer, route, Failure(code, detail), 0)
@@ -238,7 +238,7 @@ class Broker:
                 return group.on_nack(peer.name, message, now_ms)
             note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
             return [Note("peer_nack", "warning", note)]
-        assert group is not None, "watchers have no verbs but those above"
+        assert group is not None, "watchers send none but the messages above"
         if isinstance(message, WAVE_MESSAGES):
             return group.dp_groups.on_message(peer, envelope.id, message)
         if isinstance(message, m.AwaitStep):
@@ -368,7 +368,7 @@ class Broker:
         for peer in list(self.peers):
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
-                effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
+                effects += self._remove_peer(peer, "peer_lost", "its key was revoked", now_ms)
         return self._review(self.groups, effects, now_ms)
 
     # -- time -----------------------------------------------------------------

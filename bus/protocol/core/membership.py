@@ -321,13 +321,13 @@ class Membership:
         if (join.role == "engine") != (join.engine is not None):
             return Failure(
                 NackCode.MALFORMED,
-                "an engine, and nobody else, joins with its facts",
+                "an engine must join with its facts, other peers without",
                 field="engine",
             )
         if (join.role == "coordinator") != (join.coordinator is not None):
             return Failure(
                 NackCode.MALFORMED,
-                "a coordinator, and nobody else, joins with its DP group",
+                "a coordinator must join with its DP group, other peers without",
                 field="coordinator",
             )
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:

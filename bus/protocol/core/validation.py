@@ -39,7 +39,7 @@ def manifest_of(message: Arm) -> Manifest:
         raise decline(NackCode.MANIFEST_UNKNOWN, "no tensors", field="names")
     _check_digest(message, manifest)
     if removes_adapter(message.backend) is bool(message.names):
-        text = "an update brings tensors, or removes an adapter"
+        text = "an update needs tensors, unless it removes an adapter"
         raise decline(NackCode.MANIFEST_REFUSED, text, field="names")
     if bool(message.base) is not bool(message.counts):
         raise decline(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")

@@ -113,7 +113,7 @@ class Watchdog:
             others = f" and {missing - _NAMED} more" if missing > _NAMED else ""
             return Diagnosis("unknown", f"no status page of rank {named}{others}")
         silent = [
-            f"rank {rank} ({report.name}) has told nothing for "
+            f"rank {rank} ({report.name}) has sent no status for "
             f"{_seconds(now_ms - report.received_ms)}"
             for rank, report in sorted(self._reports.items())
             if now_ms - report.received_ms > SILENT_MS
@@ -128,7 +128,7 @@ class Watchdog:
 
     def _down(self, now_ms: float) -> Diagnosis:
         parts = [
-            f"rank {rank} ({name}) is gone since {_seconds(now_ms - when_ms)}: {reason}"
+            f"rank {rank} ({name}) has been gone for {_seconds(now_ms - when_ms)}: {reason}"
             for rank, (name, reason, when_ms) in sorted(self._lost.items())
         ]
         stalled = [
@@ -189,17 +189,16 @@ def describe_stall(
     stalled_ms = status.since_ms + now_ms - heard_ms
     if stalled_ms <= limit_ms:
         return ""
-    return f"its core stands in `{status.phase}` since {_seconds(stalled_ms)}, step {status.step}"
+    return f"its core has been in `{status.phase}` for {_seconds(stalled_ms)}, step {status.step}"
 
 
 def _describe_rank(rank: int, report: _Report, now_ms: float) -> str:
     status = report.status
-    doing = {"idle": "is idle", "work": "is between steps"}.get(status.phase, "")
-    doing = doing or f"stands in the {report.where()} ({status.phase})"
+    doing = {"idle": "idle", "work": "between steps"}.get(status.phase, "")
+    doing = doing or f"in the {report.where()} ({status.phase})"
     since = _seconds(report.stalled_ms(now_ms))
-    return (
-        f"rank {rank} ({report.name}) {doing} since {since}, step {status.step}, wave {status.wave}"
-    )
+    place = f"step {status.step}, wave {status.wave}"
+    return f"rank {rank} ({report.name}) has been {doing} for {since}, {place}"
 
 
 def _seconds(ms: float) -> str:

@@ -114,7 +114,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
             return []
         if self.state is _S.ASLEEP:
             return [c.ack(msg_id, Step.SLEEP, message.update_id)]
-        raise wrong_state("the engine's weights are about to be awake")
+        raise wrong_state("the engine's weights are being woken")
 
     def wake(self, msg_id: int, message: Wake) -> list[c.SessionEffect]:
         """Executes a WAKE command, whose message id is ``msg_id``.
@@ -125,7 +125,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         if self.state in (_S.AWAKE, _S.WEIGHTS_AWAKE):
             return [c.ack(msg_id, Step.WAKE, message.update_id)]
         if self.state is _S.FALLING:
-            raise wrong_state("the engine is falling asleep")
+            raise wrong_state("the engine is going to sleep")
         if self.state is _S.ASLEEP:
             self._go(_E.WAKE_ASKED)
             self._pause_id = message.update_id

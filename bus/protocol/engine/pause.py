@@ -242,7 +242,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         if message.update_id != self.update_id:
             raise wrong_state(f"the engine is in pause {self.update_id}", "update_id")
         if self.state is _S.UNKNOWN:
-            raise wrong_state("nobody knows whether the engine is paused", hint="pause it again")
+            raise wrong_state("it is unknown whether the engine is paused", hint="pause it again")
         if self.state is _S.PAUSING:
             self._resume_asked = msg_id
         elif self.state is _S.PAUSED:

@@ -177,7 +177,9 @@ class EngineSession:
             case m.Abort():
                 return self.update.abort(msg_id, message)
             case _:
-                raise decline(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
+                raise decline(
+                    m.NackCode.FORBIDDEN, "an engine does not accept this message", field="kind"
+                )
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """Cancels a swap that waits for peer ranks: it would delay the requested pause."""
@@ -192,7 +194,7 @@ class EngineSession:
 
     def _require_lease(self) -> None:
         if self.lease.state is LeaseState.OVER:
-            raise wrong_state("the pause's lease is over; the engine is about to resume")
+            raise wrong_state("the pause's lease has expired; the engine is about to resume")
 
     def _require_paused(self, update_id: str) -> None:
         if self.pause.state is not EnginePauseState.PAUSED:

@@ -56,7 +56,7 @@ class EngineTransfer:
         If that transport is open, or drained by this message, only acknowledges it again.
 
         Raises:
-            Declined: the engine has no place in the communicator; or the transport to drain is not
+            Declined: the engine has no rank in the communicator; or the transport to drain is not
                 open.
         """
         if isinstance(message, TransferDrain):
@@ -98,7 +98,7 @@ class EngineTransfer:
         if first_rank is None:  # 0 is the sender's
             raise decline(
                 NackCode.MALFORMED,
-                f"{self._name} has no place in the communicator",
+                f"{self._name} has no rank in the communicator",
                 field="first_ranks",
             )
         place = message.communicator, message.world_size, first_rank

@@ -293,7 +293,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if not self.staged:
             return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
         if (staging := self._order.staging) is None or not swaps:
-            raise swap_cancelled("ranks in lockstep swap at a step, and a pause makes none")
+            raise swap_cancelled("ranks in lockstep swap at a step; a paused rank makes none")
         call = ops.SwapStaged(message.version, staging.clear_cache)
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
@@ -435,7 +435,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     def _require_kept(self) -> None:
         if self._abort_asked is not None:
-            raise wrong_state("the update is given up, when the call under way has ended")
+            raise wrong_state("the update ends as soon as the running call returns")
 
     def _lost_the_old(self) -> None:
         """Records that new weights may have been loaded over the old ones.

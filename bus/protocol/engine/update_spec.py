@@ -108,7 +108,7 @@ class UpdateSpec:
         if not self.base or (self.base == version and not partial):
             return
         serves = (
-            "holds no whole version (an update broke off, or a sleep discarded its weights)"
+            "has no complete weights (an update was interrupted, or a sleep discarded its weights)"
             if partial
             else f"serves version {version}" + ("" if version else " (as it was booted)")
         )
@@ -131,7 +131,7 @@ class UpdateSpec:
         """
         why_not = "it was not armed for that" if self.armed is None else self.armed.why_paused
         if partial:
-            why_not = "it has not all weights of what it serves"
+            why_not = "some of its weights are missing"
         if why_not:
             raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
@@ -150,9 +150,9 @@ class UpdateSpec:
             return
         why_not = room.why_not
         if self.part != "model" or self.base:
-            why_not = "a whole set of the model's weights can be staged, and nothing else"
+            why_not = "a whole set of the model's weights can be staged, and no other update"
         elif partial:
-            why_not = "it has not all weights of what it serves, and takes new ones in a pause"
+            why_not = "some of its weights are missing, so it needs an update in a pause"
         self.armed = Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)
 
     def ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:

@@ -36,7 +36,7 @@ def require_probes(
         return
     names = list(names)
     if len(names) > m.MAX_PROBED:
-        raise wrong_state(f"{len(names)} engines: a canary is for {m.MAX_PROBED}", "canary")
+        raise wrong_state(f"{len(names)} engines: a canary probes at most {m.MAX_PROBED}", "canary")
     if asleep:
         raise wrong_state(
             "no engine runs probes while its KV cache sleeps", "canary", hint="update when awake"
@@ -48,7 +48,7 @@ def require_probes(
         return
     can_abort = way == "keep" and all(facts[name].canary for name in unable)
     detail = (
-        "would serve the requests that the pause keeps with weights that are not proven"
+        "would serve the requests that the pause keeps with unproven weights"
         if can_abort
         else "can't run probes"
     )

@@ -174,9 +174,9 @@ def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dic
         raise wrong_state("the group has no version yet", "scope", hint="update all engines")
     for dp_group in sorted(wanted - _stale(registry, everybody, version)):
         known = dp_group in everybody.values()
-        why = f"serves the group's version {version}" if known else "is not there, or not whole"
+        why = f"serves the group's version {version}" if known else "is absent or incomplete"
         raise wrong_state(
-            f"DP group {dp_group} {why}", "scope", hint="nothing is to be done for it"
+            f"DP group {dp_group} {why}", "scope", hint="there is nothing to do for it"
         )
     return {name: dp_group for name, dp_group in everybody.items() if dp_group in wanted}
 

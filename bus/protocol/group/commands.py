@@ -138,7 +138,9 @@ class Commands:
             case m.Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
-                raise decline(m.NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
+                raise decline(
+                    m.NackCode.FORBIDDEN, "a trainer does not send this message", field="kind"
+                )
 
     def _ask(
         self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
@@ -168,7 +170,7 @@ class Commands:
         for step, message in list(self._queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
                 del self._queued[step]
-                ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this was its turn")
+                ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this step's turn")
                 nack = (update.failure or ended).nack(step.value, message.update_id)
                 refused += self._state.session.answer((step, 0), nack)
                 continue
@@ -222,7 +224,7 @@ class Commands:
         if message.lease_ms < least_ms:
             raise decline(
                 m.NackCode.MALFORMED,
-                f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
+                f"{message.lease_ms} ms is too short: a lost peer is noticed after a longer time",
                 field="lease_ms",
                 hint=f"at least {least_ms}",
             )
@@ -326,7 +328,7 @@ class Commands:
                 m.NackCode.TRANSFER_CLOSED,
                 "engines came, went or restarted since the transfer was planned",
                 field="communicator",
-                hint="ask for a new plan, and open the transport anew",
+                hint="ask for a new plan, and open the transport again",
             )
         return made
 

@@ -155,7 +155,7 @@ class EngineRegistry:
             for each in self.dp_peers(peer.name):
                 self._records[each].joined_late = True
         if peer.phase in ("quarantined", "weights_discarded"):
-            record.quarantined = "joined without whole weights"
+            record.quarantined = "joined with incomplete weights"
         else:
             self._end_quarantine(peer.name)
         if peer.phase == "updating":  # in an earlier broker's update
@@ -194,7 +194,7 @@ class EngineRegistry:
         record.pausing_beats = record.pausing_beats + 1 if phase == "pausing" else 0
         record.pause_unknown = phase == "pause_unknown"
         if phase == "quarantined":
-            record.quarantined = record.quarantined or "it holds a part of an update"
+            record.quarantined = record.quarantined or "only a part of an update is loaded in it"
         elif phase not in ("updating", "weights_discarded"):
             self._end_quarantine(name)
         self._check_admission(record, phase, closed=closed)
@@ -260,7 +260,7 @@ class EngineRegistry:
             return False
         self.changes += (outcome == "partial") != (record.quarantined is not None)
         if outcome == "partial":
-            record.quarantined = record.quarantined or "it had loaded a part of an update"
+            record.quarantined = record.quarantined or "only a part of an update was loaded in it"
             record.has_model = False
             return True
         self._end_quarantine(name)

@@ -76,7 +76,7 @@ class Group(GroupState):
         self.orphaned = True
         self.pause.fail(failure)
         effects = self.abandon_discarded_weights(
-            "its weights went in a sleep, and its trainer has gone"
+            "a sleep discarded its weights, and its trainer is gone"
         )
         effects += self.followers.on_leader_gone(failure.nack("update", ""))
         if self.update.state not in (
@@ -338,7 +338,7 @@ class Group(GroupState):
         self.sleep.on_committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):
-            reason = "it holds a part of an update of its other model"
+            reason = "only a part of an update is loaded in it of its other model"
             effects += self.quarantine(name, reason, self.update.update_id)
         return effects
 
@@ -364,7 +364,7 @@ class Group(GroupState):
         keys = [(step, failed.chunk)]
         if step is m.Step.ABORT:
             for name in self.update.partial:
-                self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
+                self.registry.quarantine(name, f"update {update_id} ended half-loaded")
             aborted = self.empty_ack(m.Step.ABORT, update_id)
             effects += self.session.answer((m.Step.ABORT, 0), aborted)
             keys = [key for key in self.session.steps() if key[0] not in WINDOW_STEPS]

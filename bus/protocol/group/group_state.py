@@ -104,7 +104,9 @@ class GroupState:
 
     def end_pause(self, now_ms: float) -> list[Action]:
         """Resumes the engines that have weights, and quarantines those that have none."""
-        notes = self.abandon_discarded_weights("its weights went in a sleep, and no update came")
+        notes = self.abandon_discarded_weights(
+            "a sleep discarded its weights, and no update followed"
+        )
         return [*notes, *self.pause.resume(now_ms)]
 
     def abandon_discarded_weights(self, reason: str) -> list[Effect]:

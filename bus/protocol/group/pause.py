@@ -125,7 +125,9 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         its completion.
         """
         if self.state in (_S.LOCAL, _S.GLOBAL):
-            self.fail(Failure(NackCode.CANCELLED, "a resume was asked before the pause was made"))
+            self.fail(
+                Failure(NackCode.CANCELLED, "a resume was requested before the pause was complete")
+            )
             return []
         return self._resume(_E.RESUME_ASKED, now_ms)
 

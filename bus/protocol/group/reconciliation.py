@@ -61,7 +61,7 @@ def find_leftover(
     if beat.phase in _IN_UPDATE and (
         update.state is UpdateState.IDLE or update.update_id != beat.update_id
     ):
-        return Abort(beat.update_id, "the bus knows nothing of this update"), alone
+        return Abort(beat.update_id, "the broker does not know this update"), alone
     if peer.overdue in UNDONE and peer.may_return and beat.phase not in _IN_UPDATE:
         return Abort(beat.update_id, f"{peer.overdue} was not answered"), alone
     if _is_abandoned(state, peer, beat):

@@ -114,7 +114,7 @@ def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
     if owner is None or not all(each.waiting_for_trainer for each in state.barriers()):
         return None
     where = f"the update is {state.update.state.value}"
-    text = f"{owner.name} lives, and has not gone on for {waited_ms:.0f} ms; {where}"
+    text = f"{owner.name} is alive, but has sent no next step for {waited_ms:.0f} ms; {where}"
     return Failure(NackCode.TIMEOUT, text, owner.name)
 
 

@@ -85,7 +85,7 @@ class TrainerSession:
         if old is not None and old.boot != trainer.boot:
             return Failure(
                 m.NackCode.GROUP_HELD,
-                f"group {self._group} is held by trainer {old.name} ({old.host}:{old.pid}), "
+                f"group {self._group} is owned by trainer {old.name} ({old.host}:{old.pid}), "
                 f"heard {now_ms - old.last_heard_ms:.0f} ms ago",
                 field="group",
                 peer=old.name,
@@ -112,7 +112,7 @@ class TrainerSession:
                 requests are open.
         """
         if trainer is not self.owner:
-            raise decline(m.NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")
+            raise decline(m.NackCode.FORBIDDEN, f"{trainer.name} does not own group {self._group}")
         if not self.granted_epoch <= epoch <= self.epoch:
             raise decline(
                 m.NackCode.FENCED,

@@ -82,7 +82,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         """
         if self.is_open and epoch != self.epoch:
             self._end(_E.LOST)
-            detail = "the bus took this trainer for dead, and has resumed its engines"
+            detail = "the broker counted this trainer as dead, and resumed its engines"
             hint = "keep the event loop free, or use SyncTrainerAgent"
             failure = Failure(NackCode.FENCED, detail, field="epoch", hint=hint)
             raise UpdateFailed(failure.nack("update", update_id))

@@ -10,11 +10,10 @@ status page, and fixes the pause and resume of cores in lockstep. With
 ==================== ===============================================================
 module               responsible for
 ==================== ===============================================================
-``patches``          the list of everything that is wrapped inside vLLM: how it must look,
-                     in which order it is wrapped, and why
-``kv_patches``       the part of that list for keys and values
+``patches``          lists everything that is wrapped inside vLLM, and in which order; each
+                     wrapper's module declares what vLLM must look like there
 ``kv_connectors``    how updates treat a vLLM's KV connectors
-``vllm_calls``       the parts of that list for front ends, and for calls without a wrap
+``vllm_calls``       what vLLM functions must look like that are called, and not wrapped
 ``vllm_names``       names inside vLLM that the list refers to
 ``installation``     installs the patches, and reports which do not fit
 ``operations``       the operations of workers, and their answers
@@ -23,7 +22,8 @@ module               responsible for
 ``environment``      environment variables
 ``compat``           differences between versions of vLLM
 ``front_end``        inside front ends: versions of streamed tokens, checks of token ids, access
-``core``             inside engine cores: status page, lease guard, admission, swap, coordinator
+``core``             inside engine cores: status page, lease guard, pause, admission, swap,
+                     coordinator
 ``worker``           inside workers: the weight transfer engine, vLLM's own engines, LoRA, drafts
 ``staging``          staged updates in a worker, and its staging channel
 ``loading``          manifests, copy plans and the memory in which updates are staged

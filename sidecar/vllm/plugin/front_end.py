@@ -12,6 +12,9 @@ import ipaddress
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.seams import Has, Says, Seam, Takes
+from sidecar.vllm.plugin.vllm_names import OUTPUTS
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
@@ -39,11 +42,46 @@ _FORWARDED: Final = (b"x-forwarded-for", b"forwarded")
 _REFUSAL: Final = b"this route is for clients on the engine's host alone"
 
 
+_STATE: Final = f"{OUTPUTS}:RequestState"
+STREAMED_VERSIONS: Final = Seam(
+    "streamed versions",
+    ("streamed_versions",),
+    (
+        Takes(f"{_STATE}._weight_version_spans", "self"),
+        Has("vllm.outputs:CompletionOutput", ("weight_versions",)),
+        Says(
+            "vllm.outputs:RequestOutput.add",
+            ("completion.weight_versions = next_completion.weight_versions",),
+        ),
+        Says(
+            "vllm.entrypoints.scale_out.token_in_token_out.serving",
+            ("weight_versions=output.weight_versions",),
+        ),
+    ),
+    process="core",
+)
+TOKEN_CHECKS: Final = Seam(
+    "token checks",
+    ("token_checks",),
+    (
+        Says(
+            "vllm.v1.engine.input_processor:InputProcessor",
+            ("self.renderer.validate_token_ids(prompt_ids)",),
+        ),
+        Has("vllm.config.model:ModelConfig", ("get_vocab_size",)),
+        Has("vllm.exceptions:VLLMValidationError"),
+    ),
+    process="core",
+)
+
+
+@STREAMED_VERSIONS.wrap(
+    f"{_STATE}._new_completion_output", "self, token_ids, finish_reason, stop_reason"
+)
 def label_completion_output(original: Callable[..., Any], state: Any, *args: Any) -> Any:
     """Adds to each piece of a request's output the versions of its tokens so far.
 
-    vLLM itself names the versions only in the last piece, which a client may lose. Wraps vLLM's
-    ``RequestState._new_completion_output``, which is ``original``.
+    vLLM itself names the versions only in the last piece, which a client may lose.
     """
     output = original(state, *args)
     if output.weight_versions is None:
@@ -51,13 +89,15 @@ def label_completion_output(original: Callable[..., Any], state: Any, *args: Any
     return output
 
 
+@TOKEN_CHECKS.wrap(
+    "vllm.renderers.base:BaseRenderer.validate_token_ids", "self, token_ids, parameter"
+)
 def check_token_ids(
     original: Callable[..., Any], renderer: Any, token_ids: Sequence[int], **named: Any
 ) -> None:
     """Refuses requests with token ids beyond the vocabulary, which would crash an engine core.
 
-    vLLM 0.32 checks token ids only if it has a tokenizer. Wraps vLLM's
-    ``BaseRenderer.validate_token_ids``, which is ``original``.
+    vLLM 0.32 checks token ids only if it has a tokenizer.
     """
     original(renderer, token_ids, **named)
     if renderer.tokenizer is None and token_ids:

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import REFUSED
+from bus.seams import Has, Seam
 from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS
+from sidecar.vllm.plugin.vllm_names import CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -26,6 +28,14 @@ BY_TOKENS: Final = f"{REFUSED}keyed by tokens alone"
 UNKNOWN: Final = f"{REFUSED}unknown to wavebus"
 UNSALTED: Final = f"{REFUSED}this vLLM takes no salts"
 
+CONNECTOR_CALLS: Final = Seam(
+    "KV connectors",
+    ("prefix_cache_versions",),
+    (
+        Has(f"{CONNECTORS}.factory:KVConnectorFactory", ("get_connector_class",)),
+        Has(f"{CONNECTORS}.v1.base:KVConnectorBase_V1", ("reset_cache",)),
+    ),
+)
 _KNOWN: Final = {
     "OffloadingConnector": SALTED,
     "SimpleCPUOffloadConnector": SALTED,

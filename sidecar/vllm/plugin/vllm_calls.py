@@ -1,8 +1,7 @@
-"""What wavebus expects of vLLM's front ends, and of vLLM functions that it calls.
+"""What wavebus expects of vLLM functions that it calls as they are.
 
 Each :class:`Seam` here names parts of vLLM, what wavebus expects of them, and which of its features
-need them. Front ends are API servers, and processes with an ``AsyncLLM``; wavebus wraps some of
-their methods. It calls the other functions as they are.
+need them.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -11,100 +10,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from bus.seams import Form, Has, Ref, Says, Seam, Takes
-from sidecar.vllm.plugin.environment import CLOSED_ANSWER
+from bus.seams import Form, Has, Says, Seam, Takes
 from sidecar.vllm.plugin.vllm_names import (
-    CORE_MODULE,
     IPC_ENGINE,
     NCCL_ENGINE,
-    PLAIN_CORE,
     PYNCCL,
     TRANSFER_PACKAGE,
-    wraps,
 )
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
 _SAMPLER: Final = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _PAUSE_ROUTES: Final = ("'/pause'", "'/resume'", "'/update_weight_version'", "'/weight_info'")
-_OUTPUTS: Final = "vllm.v1.engine.output_processor"
-_STATE: Final = f"{_OUTPUTS}:RequestState"
-
-FRONT_ENDS: Final = (
-    Seam(
-        "closed answer",
-        ("closed_answer",),
-        (
-            Has(CORE_MODULE, ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason")),
-            Says(
-                f"{_OUTPUTS}:OutputProcessor.process_outputs",
-                ("req_state.queue.put(request_output)",),
-            ),
-            Says(
-                f"{_OUTPUTS}:RequestOutputCollector.put",
-                ("self.output is None or isinstance(output, Exception)",),
-            ),
-            Says("vllm.v1.engine.async_llm:AsyncLLM.generate", ("raise e.cause from e",)),
-            Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", "self, cause"),
-            Takes("vllm.exceptions:RetryableRequestError.__init__", "self, message"),
-        ),
-        process="core",
-        needs=("admission",),
-        sets=(
-            (PLAIN_CORE, "wavebus_aborts", Ref(f"{CORE_MODULE}:FinishReason.ABORT")),
-            (PLAIN_CORE, "wavebus_output", Ref(f"{CORE_MODULE}:EngineCoreOutput")),
-            (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
-        ),
-        wraps=wraps("core.admission", (f"{_OUTPUTS}:OutputProcessor.process_outputs", "")),
-        off=CLOSED_ANSWER,
-    ),
-    Seam(
-        "streamed versions",
-        ("streamed_versions",),
-        (
-            Takes(f"{_STATE}._weight_version_spans", "self"),
-            Has("vllm.outputs:CompletionOutput", ("weight_versions",)),
-            Says(
-                "vllm.outputs:RequestOutput.add",
-                ("completion.weight_versions = next_completion.weight_versions",),
-            ),
-            Says(
-                "vllm.entrypoints.scale_out.token_in_token_out.serving",
-                ("weight_versions=output.weight_versions",),
-            ),
-        ),
-        process="core",
-        wraps=wraps(
-            "front_end",
-            (
-                f"{_STATE}._new_completion_output",
-                "self, token_ids, finish_reason, stop_reason",
-                "label_completion_output",
-            ),
-        ),
-    ),
-    Seam(
-        "token checks",
-        ("token_checks",),
-        (
-            Says(
-                "vllm.v1.engine.input_processor:InputProcessor",
-                ("self.renderer.validate_token_ids(prompt_ids)",),
-            ),
-            Has("vllm.config.model:ModelConfig", ("get_vocab_size",)),
-            Has("vllm.exceptions:VLLMValidationError"),
-        ),
-        process="core",
-        wraps=wraps(
-            "front_end",
-            (
-                "vllm.renderers.base:BaseRenderer.validate_token_ids",
-                "self, token_ids, parameter",
-                "check_token_ids",
-            ),
-        ),
-    ),
-)
 
 CALLED: Final = (
     Seam(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bus.seams import Form, Says, Takes, Wrap
+from bus.seams import Form, Says, Takes
 
 # Features that begin with "lockstep" concern ranks that step together (mixtures of experts with
 # data parallelism), and no other engine.
@@ -60,6 +60,7 @@ TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
 NCCL_ENGINE: Final = f"{TRANSFER_PACKAGE}.nccl_engine:NCCLWeightTransferEngine"
 IPC_ENGINE: Final = f"{TRANSFER_PACKAGE}.ipc_engine:IPCWeightTransferEngine"
 PYNCCL: Final = "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator"
+OUTPUTS: Final = "vllm.v1.engine.output_processor"
 WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
 LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
 # Where vLLM is told that adapters of the bus lie: no file can be there, and workers read none. The
@@ -76,26 +77,6 @@ CLEARS_PREFIXES: Final = Takes(
 TELLS_VERSION: Final = Takes(f"{PLAIN_CORE}.get_weight_version", "self")
 
 START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
-
-
-def wraps(module: str, *methods: tuple[str, ...]) -> tuple[Wrap, ...]:
-    """Returns registry entries that wrap methods of vLLM by functions of one plugin module.
-
-    Args:
-        module: the plugin's module.
-        methods: for each method ``module:Class.method``, and its parameters as in
-            :class:`bus.seams.Takes`; then the function's name, if it is not the method's name
-            without leading underscores.
-    """
-    return tuple(
-        Wrap(
-            target,
-            parameters,
-            f"{PLUGIN}.{module}:{given[0] if given else target.rpartition('.')[2].lstrip('_')}",
-        )
-        for target, parameters, *given in methods
-    )
-
 
 # How an idle DP group starts a wave for a new request: either the front end sends FIRST_REQ to the
 # coordinator, or the engine core starts the wave itself and reports that.

@@ -156,7 +156,7 @@ def check_drives(answer: Any, backend: str, who: str) -> None:
             f"in the workers of {who}: {found}; the sidecar speaks plugin protocol "
             f"{operations.PROTOCOL}: install one version of wavebus for both"
         )
-    said = found if found.startswith(_OURS) else "there is no plugin of wavebus's"
+    said = found if found.startswith(_OURS) else "wavebus's plugin is missing"
     raise EngineError(
         f"{who} was booted with the weight transfer backend {backend!r}, and in its workers: "
         f"{said}. Install wavebus where vLLM runs, and let VLLM_PLUGINS, if it is set, name wavebus"

@@ -126,7 +126,7 @@ def test_a_wrong_pair_of_files_is_refused_by_option(keys: KeyFolder) -> None:
     other = keys.authorized / "e.pub"
     for pair, told in (
         ((secret, None), "--broker-key: broker.pub is missing"),
-        ((None, keys.public), "--key: the own secret file is missing"),
+        ((None, keys.public), "--key: this peer's secret file is missing"),
         ((other, keys.public), "a public file; the secret one ends in .secret"),
         ((secret, other), "--broker-key .*: a key of role engine, not broker"),
         ((keys.broker / "broker.secret", keys.public), "--key .*: a broker's key"),

@@ -53,7 +53,7 @@ def test_chunks_are_as_full_as_the_bound_allows(metas: list[TensorMeta], chunk_b
     [
         ({"dtypes": ("float32",)}, "dtypes", "1 entries for 2"),
         ({"shapes": ((4,),) * 3}, "shapes", "3 entries for 2"),
-        ({"names": ("a", "a")}, "names", "a stands twice"),
+        ({"names": ("a", "a")}, "names", "a appears twice"),
         ({"dtypes": ("float32", "float31")}, "dtypes", "b has unknown dtype 'float31'"),
         ({"chunk_ends": (1, 1, 2)}, "chunk_ends", "must grow"),
         ({"chunk_ends": (2, 1)}, "chunk_ends", "must grow"),

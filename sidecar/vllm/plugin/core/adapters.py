@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from bus.seams import Says, Seam
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS, PLAIN_CORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LORA_REQUESTS: Final = Seam(
+    "lora requests",
+    ("lora_updates",),
+    (Says("vllm.v1.request:Request.__init__", ("self.lora_request = lora_request",)),),
+    process="core",
+)
 _FREEING: Final = (operations.SettleAdapter, operations.DropAdapters)
 _MOST_CHARS: Final = 1024  # of an operation that frees adapters, in base64
 
 
+@LORA_REQUESTS.wrap(f"{PLAIN_CORE}.collective_rpc", "self, method, timeout, args, kwargs")
 def collective_rpc(
     original: Callable[..., Any],
     core: Any,
@@ -30,10 +38,7 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Adds the adapters in use to operations that free adapters; records which workers hold.
-
-    Wraps vLLM's ``EngineCore.collective_rpc``, which is ``original``.
-    """
+    """Adds the adapters in use to operations that free adapters; records which workers hold."""
     if method != operations.PERFORM or not kwargs:
         return original(core, method, timeout, args, kwargs)
     freeing = _freeing(kwargs.get("operation", ""))

@@ -27,14 +27,72 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.rejection import closed_message, is_closed_message
+from bus.seams import Has, Ref, Says, Seam, Takes
 from sidecar.vllm.plugin.core import adapters, kv_versions
-from sidecar.vllm.plugin.environment import BOOT_CLOSED
+from sidecar.vllm.plugin.environment import BOOT_CLOSED, CLOSED_ANSWER
+from sidecar.vllm.plugin.vllm_names import (
+    CORE_MODULE,
+    LOCKSTEP_CORE,
+    OUTPUTS,
+    PLAIN_CORE,
+    REQUEST_TYPES,
+    TAKES_ABORTS,
+    TAKES_RPC,
+    WAVES_BY_CORES,
+    WAVES_BY_FRONT_ENDS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # The method of ``collective_rpc``; it takes the arguments of :func:`set_admission`.
 SET_ADMISSION: Final = "wavebus_admission"
+
+ADMISSION: Final = Seam(
+    "admission",
+    ("admission", "lockstep_admission"),
+    (
+        TAKES_RPC,
+        TAKES_ABORTS,
+        Says(f"{PLAIN_CORE}._handle_client_request", ("req, request_wave = request",)),
+        Has(REQUEST_TYPES, ("ADD",)),
+        Has("vllm.v1.request:Request", ("num_output_tokens",)),
+    ),
+    process="core",
+)
+LOCKSTEP_ADMISSION: Final = Seam(
+    "lockstep admission",
+    ("lockstep_admission",),
+    (Says(f"{LOCKSTEP_CORE}._handle_client_request", ("self.ignore_start_dp_wave",)),),
+    forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
+    process="core",
+    needs=("admission",),
+)
+ANSWER: Final = Seam(
+    "closed answer",
+    ("closed_answer",),
+    (
+        Has(CORE_MODULE, ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason")),
+        Says(
+            f"{OUTPUTS}:OutputProcessor.process_outputs", ("req_state.queue.put(request_output)",)
+        ),
+        Says(
+            f"{OUTPUTS}:RequestOutputCollector.put",
+            ("self.output is None or isinstance(output, Exception)",),
+        ),
+        Says("vllm.v1.engine.async_llm:AsyncLLM.generate", ("raise e.cause from e",)),
+        Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", "self, cause"),
+        Takes("vllm.exceptions:RetryableRequestError.__init__", "self, message"),
+    ),
+    process="core",
+    needs=("admission",),
+    sets=(
+        (PLAIN_CORE, "wavebus_aborts", Ref(f"{CORE_MODULE}:FinishReason.ABORT")),
+        (PLAIN_CORE, "wavebus_output", Ref(f"{CORE_MODULE}:EngineCoreOutput")),
+        (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
+    ),
+    off=CLOSED_ANSWER,
+)
 
 
 @dataclass(slots=True)
@@ -78,13 +136,11 @@ def _has_unknown_waves(core: Any) -> bool:
     return hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves")
 
 
+@ADMISSION.wrap(f"{PLAIN_CORE}._handle_client_request", "self, request_type, request")
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Ends a new request at once if admission is closed to it.
-
-    Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
-    """
+    """Ends a new request at once if admission is closed to it."""
     if request_type.name == "ADD":
         asked, wave = request
         if not _of(core).is_admitted(asked.request_id):
@@ -121,12 +177,13 @@ def _end_empty(core: Any, request: Any, why: str = "") -> None:
     core.output_queue.put_nowait((request.client_index, outputs))
 
 
+@ANSWER.wrap(f"{OUTPUTS}:OutputProcessor.process_outputs", "")
 def process_outputs(
     original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Raises an error in the front end for a request that a core has rejected.
 
-    Wraps vLLM's ``OutputProcessor.process_outputs``, which is ``original``. The core marks a
+    The core marks a
     rejected request by the stop reason, which becomes the error's text.
     """
     refused = len(outputs) == 1 and is_closed_message(outputs[0].stop_reason)
@@ -141,6 +198,7 @@ def process_outputs(
     return processed
 
 
+@ADMISSION.answer(SET_ADMISSION)
 def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str, Any] | None]:
     """Changes a core's admission state, and reports it.
 

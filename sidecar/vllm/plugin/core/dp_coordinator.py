@@ -12,14 +12,75 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from typing import Any
+from typing import Any, Final
 
+from bus.seams import Fields, Has, Ref, Says, Seam, Takes
 from sidecar.dp_coordinator.process import DpCoordinatorProcess
 from sidecar.vllm.plugin import environment
+from sidecar.vllm.plugin.vllm_names import (
+    COORDINATOR_MODULE,
+    LOCKSTEP_CORE,
+    PLAIN_CORE,
+    PLUGIN,
+    START_WAVE,
+    WAVES_BY_CORES,
+    WAVES_BY_FRONT_ENDS,
+)
 
 __all__ = ["BusCoordinator", "refusal"]
 
 _log = logging.getLogger("vllm.wavebus")
+_RESUMES_AT_ONCE: Final = (
+    "self.ignore_start_dp_wave = False\n"
+    "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
+)
+COORDINATOR: Final = Seam(
+    "dp coordinator",
+    ("dp_coordinator",),
+    (
+        Has(f"{COORDINATOR_MODULE}:DPCoordinator"),
+        Has("vllm.v1.engine.utils:DPCoordinator"),
+        Takes(
+            f"{COORDINATOR_MODULE}:DPCoordinator.__init__",
+            "self, parallel_config, enable_wave_coordination, logging_config",
+        ),
+        Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_engine_socket_addresses", "self"),
+        Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_stats_publish_address", "self"),
+        Takes(f"{COORDINATOR_MODULE}:DPCoordinator.shutdown", "self, timeout"),
+        Fields(
+            "vllm.v1.engine:EngineCoreOutputs",
+            ((0, "engine_index"), (6, "wave_complete"), (7, "start_wave")),
+        ),
+        Says("vllm.v1.engine:EngineCoreRequestType", ("START_DP_WAVE = b'\\x02'",)),
+        Says(
+            f"{COORDINATOR_MODULE}:DPCoordinatorProc",
+            (
+                "send(b'READY')",
+                "outputs.wave_complete",
+                "outputs.start_wave",
+                "msgspec.msgpack.encode((wave, exclude_engine_index))",
+            ),
+        ),
+        Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "not self.pending_pause")),
+        # A rank that resumes accepts a START before it waits for the others (docs/waves.md).
+        Says(
+            f"{LOCKSTEP_CORE}.resume_scheduler",
+            (_RESUMES_AT_ONCE,),
+        ),
+        # A core that has received READY ignores a second one.
+        Says(f"{PLAIN_CORE}.process_input_sockets", ("type_frame.buffer == b'READY'",)),
+    ),
+    forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
+    process="coordinator",
+    needs=("lockstep pause fixes",),
+    sets=(
+        (
+            "vllm.v1.engine.utils",
+            "DPCoordinator",
+            Ref(f"{PLUGIN}.core.dp_coordinator:BusCoordinator"),
+        ),
+    ),
+)
 _OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator vllm)"
 
 

@@ -33,8 +33,7 @@ A missing tag counts as another version, except in an engine that has no salt fr
 also fetches nothing if its lease was not renewed in time, because the prefill engine may have
 reused the blocks: a decode engine in a pause renews no leases.
 
-Functions with a parameter ``original`` wrap the method of their name of vLLM's engine core,
-scheduler or NIXL connector (:mod:`sidecar.vllm.plugin.kv_patches`).
+:mod:`sidecar.vllm.plugin.core.pause` makes pauses beside keys and values that are held.
 """
 
 from __future__ import annotations
@@ -43,7 +42,18 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.seams import Has, Says, Seam
 from sidecar.vllm.plugin.kv_connectors import is_keyed_by_tokens
+from sidecar.vllm.plugin.vllm_names import (
+    BASE_CORE,
+    CLEARS_PREFIXES,
+    NIXL,
+    NIXL_BASE,
+    PLAIN_CORE,
+    SCHEDULER,
+    TAKES_RPC,
+    TELLS_VERSION,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,10 +64,53 @@ _UNTAGGED: Final = "wavebus-untagged:"
 # The key in vLLM's ``kv_transfer_params`` for the prefill engine's salt.
 TAG: Final = "wavebus_salt"
 
+PREFIX_CACHE_VERSIONS: Final = Seam(
+    "prefix cache versions",
+    ("prefix_cache_versions",),
+    (
+        TELLS_VERSION,
+        Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
+        Has("vllm.v1.request:Request", ("update_block_hashes",)),
+        TAKES_RPC,
+        CLEARS_PREFIXES,
+        Has(f"{PLAIN_CORE}.reset_encoder_cache"),
+    ),
+    process="core",
+    sets=(
+        (PLAIN_CORE, "wavebus_salt", ""),
+        (PLAIN_CORE, "wavebus_run", ""),
+        (PLAIN_CORE, "wavebus_keeps_kv", True),
+        (PLAIN_CORE, "wavebus_adopts", False),
+        (PLAIN_CORE, "wavebus_untagged", 0),
+    ),
+)
+HAND_OVER: Final = Seam(
+    "KV hand-over",
+    ("kv_handover",),
+    (
+        Says(
+            f"{NIXL}.update_state_after_alloc",
+            ("if num_external_tokens > 0 else ()", "params['do_remote_prefill'] = False"),
+        ),
+        Says(f"{NIXL}.request_finished", ("if params.get('do_remote_prefill'):",)),
+        Says(
+            f"{NIXL_BASE}.build_connector_meta",
+            (
+                "now = time.perf_counter()",
+                "if now - self._last_heartbeat_time >= self._heartbeat_interval:",
+            ),
+        ),
+        Says(f"{NIXL_BASE}.__init__", ("self._kv_lease_duration",)),
+    ),
+    process="core",
+    needs=("held keys and values",),
+)
+
 
 # -- salts -------------------------------------------------------------------------------
 
 
+@PREFIX_CACHE_VERSIONS.answer("wavebus_run")
 def join_run(core: Any, run: str) -> list[bool]:
     """Salts the core's caches with the id of a run.
 
@@ -70,6 +123,7 @@ def join_run(core: Any, run: str) -> list[bool]:
     return [True]
 
 
+@PREFIX_CACHE_VERSIONS.wrap(f"{BASE_CORE}.set_weight_version", "self, weight_version")
 def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
     """Gives requests the salt of a new version when the core begins to serve it."""
     changed = weight_version != core.get_weight_version()
@@ -84,6 +138,7 @@ def _set_salt(core: Any) -> None:
     core.wavebus_salt = f"{_SALT}{core.wavebus_run}:{core.get_weight_version()}:"
 
 
+@PREFIX_CACHE_VERSIONS.wrap(f"{PLAIN_CORE}.preprocess_add_request", "self, request")
 def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
     """Adds the served version's salt to a new request, before its blocks are hashed."""
     own, salt = request.cache_salt, core.wavebus_salt
@@ -94,6 +149,7 @@ def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any
     return made, wave
 
 
+@PREFIX_CACHE_VERSIONS.wrap(f"{BASE_CORE}.add_request", "self, request, request_wave")
 def add_request(
     original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
 ) -> Any:
@@ -176,6 +232,7 @@ def _salt(core: Any, request: Any) -> bool:
 # -- what is cleared ---------------------------------------------------------------------
 
 
+@PREFIX_CACHE_VERSIONS.answer("wavebus_clear_caches")
 def clear(core: Any) -> list[bool]:
     """Drops keys and values, so that all requests compute theirs again.
 
@@ -234,92 +291,10 @@ def _drop_loaded(scheduler: Any, request: Any) -> None:
             scheduler.finished_recving_kv_req_ids.add(name)
 
 
-def _free_failed_loads(scheduler: Any) -> None:
-    """Frees the blocks of requests whose load of keys and values has failed and ended.
-
-    vLLM frees a request's blocks when it is the request's turn. If they are too few for it, because
-    it shares others with a request behind it, both would wait forever.
-    """
-    failed = scheduler.failed_recving_kv_req_ids
-    for name in failed & scheduler.finished_recving_kv_req_ids if failed else ():
-        if (request := scheduler.requests.get(name)) is not None:
-            scheduler._handle_blocked_waiting_request(request)  # noqa: SLF001
-            scheduler._inflight_prefills.discard(request)  # noqa: SLF001 - it is to load no more
-
-
-def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Clears the caches when a pause begins, with the function :func:`clear`.
-
-    Replaces vLLM's ``EngineCore._reset_caches``, for which blocks that are held for decode engines
-    are an error.
-    """
-    clear(core)
-    core.reset_mm_cache()
-
-
-# -- pauses ------------------------------------------------------------------------------
-
-
-def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
-    """Records whether requests keep their keys and values over the pause.
-
-    If weights are loaded in the pause, that decides which salts requests get.
-    """
-    core.wavebus_keeps_kv = not clear_cache
-    original(core, clear_cache)
-
-
-def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pauses without waiting until decode engines have fetched their blocks.
-
-    Blocks that are held for decode engines are not work. Only a sleep waits for the blocks, because
-    it frees their memory.
-    """
-    before = len(core._idle_state_callbacks)  # noqa: SLF001
-    made = original(core, *args, **kwargs)
-    if made is not None and not core.wavebus_sleeps:
-        callbacks = core._idle_state_callbacks  # noqa: SLF001
-        core.wavebus_pauses = (*core.wavebus_pauses, *callbacks[before:])
-        del callbacks[before:]
-    return made
-
-
-def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks the core as going to sleep, so that :func:`pause_scheduler` waits for held blocks."""
-    core.wavebus_sleeps = True
-    try:
-        return original(core, *args, **kwargs)
-    finally:
-        core.wavebus_sleeps = False
-
-
-def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Completes pauses when the core has no work left but blocks held for decode engines.
-
-    Also frees the blocks of failed loads. The core calls this at every turn of its loop.
-    """
-    _free_failed_loads(core.scheduler)
-    if core.wavebus_pauses and _is_quiet(core):
-        pauses, core.wavebus_pauses = core.wavebus_pauses, ()
-        for complete in reversed(pauses):
-            complete(core)
-    original(core)
-
-
-def _is_quiet(core: Any) -> bool:
-    scheduler = core.scheduler
-    return not (
-        core.engines_running
-        or core.batch_queue
-        or scheduler.get_num_unfinished_requests()
-        or scheduler.finished_req_ids
-        or (scheduler.connector and scheduler.connector.has_pending_push_work())
-    )
-
-
 # -- between prefill and decode engines --------------------------------------------------
 
 
+@HAND_OVER.wrap(f"{SCHEDULER}._connector_finished", "self, request")
 def connector_finished(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Adds a prefill engine's salt to the parameters that the decode engine will get."""
     delayed, params = original(scheduler, request)
@@ -329,6 +304,7 @@ def connector_finished(original: Callable[..., Any], scheduler: Any, request: An
     return delayed, params
 
 
+@HAND_OVER.wrap(f"{NIXL}.get_num_new_matched_tokens", "self, request, num_computed_tokens")
 def matched_tokens(
     original: Callable[..., Any], nixl: Any, request: Any, num_computed_tokens: int
 ) -> Any:
@@ -348,6 +324,7 @@ def matched_tokens(
     return original(nixl, request, num_computed_tokens)
 
 
+@HAND_OVER.wrap(f"{NIXL_BASE}.build_connector_meta", "self, scheduler_output")
 def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
     """Records when this decode engine failed to renew its leases of blocks in time.
 
@@ -361,6 +338,7 @@ def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_outp
     return made
 
 
+@HAND_OVER.wrap(f"{SCHEDULER}._update_waiting_for_remote_kv", "self, request")
 def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -> None:
     """Makes a request compute its prompt if its blocks' lease may have run out.
 

@@ -23,14 +23,38 @@ Each function here wraps the method of its name of vLLM's ``DPEngineCoreProc``, 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from bus.seams import Has, Ref, Says, Seam
 from sidecar.vllm.plugin.core.status import is_paused
+from sidecar.vllm.plugin.environment import CORE_GUARD
+from sidecar.vllm.plugin.vllm_names import LOCKSTEP_CORE, PLAIN_CORE, REQUEST_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("vllm.wavebus")
+
+FIXES: Final = Seam(
+    "lockstep pause fixes",
+    ("lockstep_pause_fixes",),
+    (
+        Says(f"{LOCKSTEP_CORE}._handle_client_request", ("new_wave, exclude_eng_index = request",)),
+        Says(
+            f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
+            ("self.ignore_start_dp_wave = True", "self.pending_pause = False"),
+        ),
+        Says(f"{LOCKSTEP_CORE}.resume_scheduler", ("ParallelConfig.has_unfinished_dp(",)),
+        Has(REQUEST_TYPES, ("START_DP_WAVE",)),
+    ),
+    process="core",
+    off=CORE_GUARD,
+    sets=(
+        (LOCKSTEP_CORE, "wavebus_pending_wave", None),
+        (LOCKSTEP_CORE, "wavebus_alone", False),
+        (LOCKSTEP_CORE, "wavebus_complete_alone", Ref(f"{PLAIN_CORE}._pause_complete")),
+    ),
+)
 
 
 def _has_agreed(core: Any) -> bool:
@@ -43,6 +67,7 @@ def _has_agreed(core: Any) -> bool:
     )
 
 
+@FIXES.wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self")
 def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
     """Resumes a paused rank, and starts the wave whose START_DP_WAVE it dropped in the pause.
 
@@ -60,6 +85,7 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
     return result
 
 
+@FIXES.wrap(f"{LOCKSTEP_CORE}._handle_client_request", "self, request_type, request")
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
@@ -71,6 +97,7 @@ def handle_client_request(
     original(core, request_type, request)
 
 
+@FIXES.wrap(f"{LOCKSTEP_CORE}.pause_scheduler", "self, mode, clear_cache")
 def pause_scheduler(
     original: Callable[..., Any], core: Any, mode: str = "abort", clear_cache: bool = True
 ) -> Any:
@@ -82,6 +109,7 @@ def pause_scheduler(
         core.wavebus_alone = False
 
 
+@FIXES.wrap(f"{LOCKSTEP_CORE}._pause_complete", "self")
 def pause_complete(original: Callable[..., Any], core: Any) -> Any:
     """Completes a pause without an agreement of the ranks, if they are all paused already."""
     return core.wavebus_complete_alone() if core.wavebus_alone else original(core)

@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from bus.seams import Seam, Takes
 from sidecar.shared_pages.core_status import (
     GLOBALLY_PAUSED,
     LOCALLY_PAUSED,
@@ -25,6 +26,7 @@ from sidecar.shared_pages.core_status import (
 )
 from sidecar.shared_pages.pause_lease import stat_of
 from sidecar.vllm.plugin import environment
+from sidecar.vllm.plugin.vllm_names import LOCKSTEP_CORE, PLAIN_CORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +72,7 @@ def make_folder(folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else; remove it")
+        raise PermissionError(f"{folder} belongs to another user; remove it")
 
 
 def is_paused(core: Any) -> bool:
@@ -167,6 +169,20 @@ class PerProcess(Generic[T]):
 
 _watches = PerProcess(CoreStatusWriter, "no status page of this engine core")
 
+STATUS: Final = Seam(
+    "core status",
+    ("core_status", "lockstep_core_status", "pause_lease", "lockstep_pause_lease"),
+    (Takes(f"{PLAIN_CORE}.has_work", "self"),),
+    process="core",
+)
+LOCKSTEP_STATUS: Final = Seam(
+    "lockstep core status",
+    ("lockstep_core_status", "lockstep_pause_lease"),
+    process="core",
+    needs=("core status",),
+    sets=((LOCKSTEP_CORE, "wavebus_shows_barriers", True),),
+)
+
 
 def beat() -> None:
     """Writes to this process's status page that the process runs. Safe in any thread."""
@@ -187,12 +203,10 @@ def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
     return with_watch
 
 
+@STATUS.wrap(f"{PLAIN_CORE}._process_input_queue", "self")
 @_watched
 def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> None:
-    """Shows the core as idle while it waits for requests.
-
-    Wraps vLLM's ``EngineCoreProc._process_input_queue``, which is ``original``.
-    """
+    """Shows the core as idle while it waits for requests."""
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
     original(core)
@@ -200,6 +214,7 @@ def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
     watch.enter("work")
 
 
+@STATUS.wrap(f"{PLAIN_CORE}._handle_client_request", "self, request_type, request")
 @_watched
 def client_request(
     watch: CoreStatusWriter,
@@ -208,10 +223,7 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Shows the core as working while it handles a request or a worker call; notes long prompts.
-
-    Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
-    """
+    """Shows the core as working while it handles a request or a worker call; notes long prompts."""
     watch.enter("work")
     if request and getattr(request_type, "name", "") == "ADD":
         watch.page.limit.on_prompt(getattr(request[0], "num_prompt_tokens", 0))
@@ -220,38 +232,34 @@ def client_request(
     watch.enter("work" if core.has_work() else "idle")
 
 
+@STATUS.wrap(f"{PLAIN_CORE}.step", "self")
+@STATUS.wrap(f"{PLAIN_CORE}.step_with_batch_queue", "self")
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Updates the counts before a step's outputs leave, so that no ended request is counted.
-
-    Wraps vLLM's ``EngineCoreProc.step`` and ``step_with_batch_queue``, each of which is
-    ``original``.
-    """
+    """Updates the counts before a step's outputs leave, so that no ended request is counted."""
     outputs = original(core)
     watch.count(core)
     watch.enter("work")
     return outputs
 
 
+@STATUS.wrap(f"{PLAIN_CORE}._send_abort_outputs_to_client", "self, req_ids, client_index")
 @_watched
 def abort_outputs(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, *request: Any
 ) -> None:
-    """Updates the counts before the outputs of aborted requests leave.
-
-    Wraps vLLM's ``EngineCoreProc._send_abort_outputs_to_client``, which is ``original``.
-    """
+    """Updates the counts before the outputs of aborted requests leave."""
     watch.count(core)
     watch.enter("work")
     original(core, *request)
 
 
+@STATUS.wrap(f"{PLAIN_CORE}._process_engine_step", "self")
 @_watched
 def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
     """Shows the core as in a step, and counts the step.
 
-    In lockstep, :func:`agreement` counts instead. Wraps vLLM's
-    ``EngineCoreProc._process_engine_step``, which is ``original``.
+    In lockstep, :func:`agreement` counts instead.
     """
     watch.enter("step")
     executed = original(core)
@@ -261,26 +269,22 @@ def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
     return executed
 
 
+@LOCKSTEP_STATUS.wrap(f"{LOCKSTEP_CORE}.execute_dummy_batch", "self")
 @_watched
 def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Shows the rank as in a dummy step, which runs no request.
-
-    Wraps vLLM's ``DPEngineCoreProc.execute_dummy_batch``, which is ``original``.
-    """
+    """Shows the rank as in a dummy step, which runs no request."""
     watch.enter("dummy")
     result = original(core)
     watch.enter("work")
     return result
 
 
+@LOCKSTEP_STATUS.wrap(f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "self, local_unfinished")
 @_watched
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Marks the rank on its status page as waiting for others; counts its step.
-
-    Wraps vLLM's ``DPEngineCoreProc._has_global_unfinished_reqs``, which is ``original``.
-    """
+    """Marks the rank on its status page as waiting for others; counts its step."""
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -289,11 +293,12 @@ def agreement(
     return result
 
 
+@LOCKSTEP_STATUS.wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self")
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
     """Runs vLLM's resume; meanwhile the core's status page says that the rank is in a barrier.
 
-    Wraps vLLM's ``DPEngineCoreProc.resume_scheduler``, which is ``original``. It waits for the
+    It waits for the
     other ranks of the DP group. This function returns what it returns.
     """
     watch.enter("barrier")

@@ -44,10 +44,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import NackCode
+from bus.seams import Form, Ref, Says, Seam, Takes
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.core import kv_versions
 from sidecar.vllm.plugin.core.status import is_paused
 from sidecar.vllm.plugin.operations import PERFORM
+from sidecar.vllm.plugin.vllm_names import (
+    BASE_CORE,
+    CLEARS_PREFIXES,
+    CORE_MODULE,
+    LOCKSTEP_CORE,
+    PARALLEL_CONFIG,
+    PLAIN_CORE,
+    START_WAVE,
+    TAKES_RPC,
+    TELLS_VERSION,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,6 +70,61 @@ _log = logging.getLogger("vllm.wavebus")
 
 # A ready rank adds this to the number of ranks that have work.
 READY: Final = 1 << 16
+
+_SYNC: Final = f"{PARALLEL_CONFIG}.sync_dp_state"
+_BATCHES: Final = Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",))
+LABELS: Final = Seam(
+    "version labels",
+    ("version_labels",),
+    (TELLS_VERSION, _BATCHES),
+    process="core",
+    sets=((BASE_CORE, "wavebus_labels_steps", True),),
+)
+SWAP: Final = Seam(
+    "swap",
+    ("staged_updates", "lockstep_staged_updates"),
+    (
+        TAKES_RPC,
+        CLEARS_PREFIXES,
+        Takes(f"{PLAIN_CORE}.reset_encoder_cache", "self"),
+        Takes(f"{BASE_CORE}.set_weight_version", "self, weight_version"),
+        TELLS_VERSION,
+        Says(f"{PLAIN_CORE}._invoke_utility_method", ("isinstance(result, Future)",)),
+        _BATCHES,
+    ),
+    process="core",
+    sets=((PLAIN_CORE, "wavebus_ready", None),),
+)
+_SUM_BY_TORCH: Final = Form("torch adds up", (Says(_SYNC, ("distributed.all_reduce(tensor",)),))
+_SUM_BY_VLLM: Final = Form(
+    "vLLM adds up",
+    (
+        Says(_SYNC, ("cpu_all_reduce_(tensor, dp_group, timeout=",)),
+        Takes("vllm.distributed.utils:cpu_all_reduce_", "tensor, group, timeout"),
+    ),
+)
+LOCKSTEP_SWAP: Final = Seam(
+    "lockstep swap",
+    ("lockstep_staged_updates",),
+    (
+        Says(
+            _SYNC,
+            (
+                "[int(has_unfinished), int(pending_pause)], dtype=torch.int32",
+                "tensor[0].item() > 0 or pause_count % dp_size != 0",
+                "return (has_unfinished_global, pause_count == dp_size)",
+            ),
+        ),
+        Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "self.step_counter = 0")),
+    ),
+    forms=(_SUM_BY_TORCH, _SUM_BY_VLLM),
+    process="core",
+    needs=("swap",),
+    sets=(
+        (LOCKSTEP_CORE, "wavebus_swaps_together", True),
+        (LOCKSTEP_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
+    ),
+)
 
 
 class SwapRefused(Exception):
@@ -102,6 +169,7 @@ _conference = _Vote()
 # -- the swap ----------------------------------------------------------------------------
 
 
+@SWAP.answer("wavebus_swap")
 def swap(core: Any, operation: str) -> Any:
     """Swaps to the staged weights now or, in lockstep, when all ranks are ready.
 
@@ -145,6 +213,7 @@ def _perform(core: Any, operation: operations.WorkerOperation) -> None:
     core.collective_rpc(PERFORM, None, (), {"operation": operations.encode(operation)})
 
 
+@SWAP.answer("wavebus_call_off")
 def call_off(core: Any) -> list[bool]:
     """Cancels a swap that waits for other ranks.
 
@@ -209,6 +278,7 @@ def _exit_on_failure() -> Iterator[None]:
         raise
 
 
+@LOCKSTEP_SWAP.wrap(f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "self, local_unfinished")
 def has_global_unfinished_reqs(
     original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
@@ -229,6 +299,7 @@ def has_global_unfinished_reqs(
     return unfinished
 
 
+@_SUM_BY_TORCH.wrap(_SYNC, "dp_group, has_unfinished, pending_pause")
 def sum_by_torch(
     _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
 ) -> tuple[bool, bool]:
@@ -244,6 +315,7 @@ def sum_by_torch(
     return _vote(add_up, dp_group.size(), has_unfinished, pending_pause)
 
 
+@_SUM_BY_VLLM.wrap(_SYNC, "self, dp_group, has_unfinished, pending_pause")
 def sum_by_vllm(
     _original: Callable[..., Any],
     config: Any,
@@ -289,6 +361,7 @@ def _labels_of(core: Any) -> deque[list[Any]]:
     return labels
 
 
+@LABELS.wrap(f"{BASE_CORE}._attach_weight_version", "self, outputs")
 def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
     """Labels outputs of a step that began before a swap with the old version."""
     labels = _labels_of(core)

@@ -21,10 +21,26 @@ Importing this module imports neither vllm nor torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.seams import Has, Seam
+from sidecar.vllm.plugin.vllm_names import PLUGIN
 
 if TYPE_CHECKING:
     import torch
+
+COMMUNICATOR: Final = Seam(
+    "CPU communicator",
+    ("cpu_experts",),
+    (
+        Has(
+            "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+            ("all_gather",),
+        ),
+    ),
+    process="any",
+    install=f"{PLUGIN}.loading.cpu:install",
+)
 
 
 class CpuRepacking:

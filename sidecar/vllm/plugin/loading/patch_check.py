@@ -47,7 +47,7 @@ def check_in_place(
         if now is None or _layout(now) != _layout(loaded[name]):
             found = "gone" if now is None else f"{list(now.shape)} of {now.dtype} by now"
             raise refused(
-                tensor, f"vLLM has laid {name} out anew for its kernels ({found}): {_WHOLE}"
+                tensor, f"vLLM has changed the layout of {name} for its kernels ({found}): {_WHOLE}"
             )
         owner = serving.get_submodule(name.rpartition(".")[0])
         if getattr(getattr(owner, "cpu_linear", None), "__closure__", None):
@@ -56,7 +56,7 @@ def check_in_place(
         if kernel:
             raise refused(
                 tensor,
-                f"vLLM has laid {name} out anew for its {kernel} kernel: {_WHOLE}, or boot "
+                f"vLLM has changed the layout of {name} for its {kernel} kernel: {_WHOLE}, or boot "
                 "vLLM with --moe-backend triton",
             )
 

@@ -255,7 +255,7 @@ class PlanCache:
                 raise NoPlanError(f"{name} is quantised by {type(method).__name__}")
             kernel = reordering_kernel(module)
             if kernel and self._device.type != "cpu":  # a CPU's plan repacks as vLLM does
-                raise NoPlanError(f"vLLM lays {name} out anew for its {kernel} kernel")
+                raise NoPlanError(f"vLLM changes the layout of {name} for its {kernel} kernel")
 
 
 def _begins(tensors: tuple[tuple[Any, ...], ...], first: tuple[tuple[Any, ...], ...]) -> bool:

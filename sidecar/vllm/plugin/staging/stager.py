@@ -158,10 +158,12 @@ class Stager:
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if is_partial:
-            return StagingCapacity(why_not="an update broke off in this engine")
+            return StagingCapacity(why_not="an update was interrupted in this engine")
         anew = _layout_mismatch(self._target, known.plan)
         if anew:
-            return StagingCapacity(why_not=f"its weights are not as they are loaded: {anew}")
+            return StagingCapacity(
+                why_not=f"its weights are not laid out as they are loaded: {anew}"
+            )
         needed = known.plan.size_bytes
         held = self._target.staged.memory.reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):

@@ -332,8 +332,8 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         self.armed, target = None, operation.target
         if manifest.counts and self.session.open:
             raise EngineError(
-                "an update broke off in this engine, and no patch mends it: send a whole set of "
-                "weights",
+                "an update was interrupted in this engine, which no patch repairs: send a whole "
+                "set of weights",
                 code=NackCode.OTHER_BASE,
             )
         if self._incoming is not None:
@@ -375,7 +375,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
             self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
         elif while_serving and not self._loadable["model"].checker.prepared:
-            raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
+            raise EngineError("no manifest was checked here before", code=NackCode.WRONG_STATE)
         else:
             self._arm(operation, manifest)
         return self.wavebus_room

@@ -303,10 +303,7 @@ class LoraAdapters:
 
 
 def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
-    """Gives vLLM an adapter that came over the bus instead of one from disk.
-
-    Wraps vLLM's ``LRUCacheWorkerLoRAManager._load_adapter``, which is ``original``.
-    """
+    """Gives vLLM an adapter that came over the bus instead of one from disk."""
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         return original(manager, lora_request)
@@ -315,10 +312,7 @@ def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) 
 
 
 def apply_adapters(original: Callable[..., Any], manager: Any, lora_requests: set[Any]) -> None:
-    """Loads the adapters that a step lacks, without repeating in-place loads.
-
-    Wraps vLLM's ``LRUCacheWorkerLoRAManager._apply_adapters``, which is ``original``.
-    """
+    """Loads the adapters that a step lacks, without repeating in-place loads."""
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         original(manager, lora_requests)

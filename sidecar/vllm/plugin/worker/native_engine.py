@@ -245,7 +245,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
         _require_rank(place)
         first = info.get("rank_offset")
         if type(first) is not int or first < 1:
-            raise transfer_failed(f"rank_offset={first!r}: where do the workers begin?")
+            raise transfer_failed(
+                f"rank_offset={first!r}: it must say at which rank the workers begin"
+            )
         parallel = copy.copy(self.vllm_config.parallel_config)
         parallel.data_parallel_index = 0
         parallel.rank = place.of_worker(self._index).rank - 1

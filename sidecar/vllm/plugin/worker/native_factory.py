@@ -41,10 +41,7 @@ def create_engine(
     device: Any,
     model: Any,
 ) -> Any:
-    """Creates the chosen weight transfer engine as one that a sidecar can drive.
-
-    Wraps vLLM's ``WeightTransferEngineFactory.create_engine``, which is ``original``.
-    """
+    """Creates the chosen weight transfer engine as one that a sidecar can drive."""
     engine = _guarded(factory, config.backend)
     if engine is None:
         return original(factory, config, vllm_config, device, model)

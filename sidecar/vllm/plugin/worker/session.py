@@ -108,7 +108,7 @@ class UpdateSession:
         self.refused = False
         if _has_vllm_session(worker):
             raise EngineError(
-                "somebody else has begun to update this engine, and has not finished",
+                "another client has begun to update this engine, and has not finished",
                 code=NackCode.WRONG_STATE,
             )
 

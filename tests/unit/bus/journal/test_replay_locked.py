@@ -175,7 +175,7 @@ def test_a_refusal_that_was_none_is_found_out(locked: Locked) -> None:
         index += 1
     found = difference([*entries[:index], last])
     assert found is not None
-    assert found.expected == "it is dropped without a word"
+    assert found.expected == "it is dropped silently"
     assert isinstance(last.record, FrameRefused)
     again = FrameReceived(last.record.now_ms, last.record.route, b"", "key-t")
     found = difference([*entries[:index], Entry(last.path, 0, 1, again, last.began)])

@@ -342,4 +342,4 @@ def test_a_collective_has_its_time_from_when_the_one_before_has_ended() -> None:
         receiver._look(now, stood_still=False)
         assert not receiver.is_lost, "its time begins now"
         receiver._look(now + LIMIT_S, stood_still=False)
-        assert lost.wait() == "not everybody took part within 60 s"
+        assert lost.wait() == "not all ends took part within 60 s"

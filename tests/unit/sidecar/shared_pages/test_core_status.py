@@ -146,9 +146,9 @@ def test_a_page_of_another_user_is_not_read(
     """Who can write where pages lie could report anything. Root reads the pages of all."""
     with CoreStatusPage(tmp_path / "page"), PauseLeasePage.make(tmp_path / "page.hold"):
         monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "page").stat().st_uid + 1)
-        with pytest.raises(NoPage, match="somebody else"):
+        with pytest.raises(NoPage, match="another user"):
             CoreStatusReader(tmp_path / "page").read()
-        with pytest.raises(NoPage, match="somebody else"):
+        with pytest.raises(NoPage, match="another user"):
             PauseLeasePage.open(tmp_path / "page.hold")
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         CoreStatusReader(tmp_path / "page").read()

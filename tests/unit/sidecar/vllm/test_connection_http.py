@@ -137,7 +137,7 @@ def config(backend: str | None, **parallel: bool) -> dict[str, Any]:
                 "server_info": config("nccl"),
                 "collective_rpc": {"results": ["<WorkerWrapperBase object>"]},
             },
-            "backend 'nccl'.* no plugin",
+            "backend 'nccl'.* plugin is missing",
         ),
         (
             {"version": {"version": "0.32.0"}, "server_info": config("sharded_rdt")},

@@ -100,7 +100,7 @@ class ProbedConnection:
 
 @pytest.mark.parametrize("fails", ["", "abort_requests", "resume", "generate", "pause"])
 def test_requests_are_admitted_after_probes_that_failed(fails: str) -> None:
-    """Once the engine is paused: until then it may run with weights that are not proven."""
+    """Once the engine is paused: until then it may run with unproven weights."""
 
     async def play() -> None:
         connection = ProbedConnection(fails)

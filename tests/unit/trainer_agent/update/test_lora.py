@@ -46,7 +46,7 @@ def test_tensors_of_a_module_by_the_names_of_a_checkpoint() -> None:
     found = adapter_tensors(model)
     assert list(found) == ["q_proj.lora_A.weight", "q_proj.lora_B.weight"]
     layer.lora_A["second"] = nn.Linear(6, 2, bias=False)
-    with pytest.raises(UsageError, match="stands twice"):
+    with pytest.raises(UsageError, match="appears twice"):
         adapter_tensors(model)
 
 

@@ -287,7 +287,7 @@ def test_a_pass_that_is_left_undoes_the_update(checkpoint: Checkpoint) -> None:
                 if not close_here:
                     await asyncio.to_thread(passes[0].close)
                 passes.clear()
-                with pytest.raises(UpdateFailed, match="left before its end"):
+                with pytest.raises(UpdateFailed, match="not read to its end"):
                     await asyncio.to_thread(trainer.client.finish_weight_update)
                 await asyncio.to_thread(trainer.client.shutdown_weight_transfer_engine)
                 await bench.assert_at_rest()

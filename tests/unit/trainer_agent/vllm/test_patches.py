@@ -53,7 +53,7 @@ def test_an_earlier_patch_is_forgotten(then: list[Patch]) -> None:
     following = NextPatch()
     list(BusPatches([A], 7, following))
     if then:
-        with pytest.raises(UsageError, match="a stands twice"):
+        with pytest.raises(UsageError, match="a appears twice"):
             list(BusPatches(then, 7, following))
     else:
         list(BusPatches(then, 7, following))
@@ -66,10 +66,10 @@ def test_an_earlier_patch_is_forgotten(then: list[Patch]) -> None:
     [
         (patch("b", [0, 6]), "b: an index outside"),
         (patch("b", [-1]), "b: an index outside"),
-        (patch("b", [4, 1, 4]), "b: an index that stands twice"),
+        (patch("b", [4, 1, 4]), "b: an index that appears twice"),
         (Patch("b", torch.tensor([1]), torch.tensor([torch.nan]), (2, 3)), "b: NaN"),
         (patch("b", [0, 1, 2, 3, 4, 5, 5]), "b.*7 elements|7 elements of b"),
-        (patch("a", [0]), "a stands twice"),
+        (patch("a", [0]), "a appears twice"),
     ],
 )
 def test_what_workers_would_refuse_too_late_is_refused_by_name(wrong: Patch, text: str) -> None:

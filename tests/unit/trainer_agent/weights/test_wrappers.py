@@ -72,7 +72,7 @@ def test_other_names_stay() -> None:
 
 
 def test_two_of_one_name_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"a\.weight stands twice"):
+    with pytest.raises(UsageError, match=r"a\.weight appears twice"):
         plain_names({"a.weight": 1, "a._orig_mod.weight": 2})
 
 

@@ -278,7 +278,7 @@ def test_who_boots_is_shown_and_holds_nothing_up(bench: Bench) -> None:
     assert only(bench.say("e2", engine_join(dp_group="e2"), epoch=0), Welcome)
     assert booting() == [("e2", "on h, pid 7")]
     assert group.registry.engines["e2"].joined_epoch == 0
-    bench.say("e2:boot", Leave("it boots no more"))
+    bench.say("e2:boot", Leave("its boot has ended"))
     assert booting() == []
     assert set(group.registry.engines) == {"e0", "e1", "e2"}
 
@@ -1073,7 +1073,7 @@ def test_a_trainer_that_does_not_move_ends_its_update(bench: Bench) -> None:
     assert [type(each) for each in messages(effects)][-1] is Resume
     nack = next(each for each in messages(effects) if isinstance(each, Nack))
     assert (nack.code, nack.peer) == (NackCode.TIMEOUT, "t")
-    assert "t lives, and has not gone on for" in nack.detail
+    assert "t is alive, but has sent no next step for" in nack.detail
 
 
 def test_the_log_names_who_holds_up_a_step_once(bench: Bench) -> None:

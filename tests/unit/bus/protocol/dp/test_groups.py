@@ -555,7 +555,7 @@ def test_a_lost_rank_takes_its_dp_group_down(bench: Bench, how: str) -> None:
     assert (note.fields["rank"], note.fields["peer"], note.fields["left"]) == (1, "r1", 1)
     view = bench.view()
     assert (view.state, view.health, view.ranks) == ("down", "down", 1)
-    assert "rank 1 (r1) is gone" in view.diagnosis
+    assert "rank 1 (r1) has been gone" in view.diagnosis
     assert str(note.fields["reason"]) in view.diagnosis
     assert "dp_group_down" not in notes(bench.tick(bench.now_ms + 600.0))
     assert "dp_group_down" not in bench.page("r0", "step")
@@ -784,8 +784,8 @@ def test_a_diagnosis_is_in_the_status_and_in_the_log_when_it_changes(bench: Benc
     assert bench.page("r0", "sync", 12_000.0) == []
     view = bench.view()
     assert view.health == "wedged"
-    assert "rank 0 (r0) stands in the all-reduce (sync) since 12.0 s" in view.diagnosis
-    assert "rank 1 (r1) is idle" in view.diagnosis
+    assert "rank 0 (r0) has been in the all-reduce (sync) for 12.0 s" in view.diagnosis
+    assert "rank 1 (r1) has been idle" in view.diagnosis
     assert "nobody supervises it: restart all 2 ranks" in view.diagnosis
     assert bench.page("r0", "idle") == ["dp_group_ok"]
     assert (bench.view().health, bench.view().diagnosis) == ("ok", "")
@@ -804,7 +804,7 @@ def test_a_diagnosis_needs_no_new_page(bench: Bench) -> None:
         bench.all_say(("r0", "r1", "gw"), Heartbeat("running", 0, 0, ""))
         bench.tick(now_ms)
     assert bench.view().health == "unknown"
-    assert "rank 0 (r0) has told nothing for 5.5 s" in bench.view().diagnosis
+    assert "rank 0 (r0) has sent no status for 5.5 s" in bench.view().diagnosis
 
 
 def test_without_pages_nothing_is_logged(bench: Bench) -> None:

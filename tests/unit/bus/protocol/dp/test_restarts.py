@@ -99,8 +99,8 @@ def test_all_ranks_of_a_wedged_group_are_restarted(bench: Bench) -> None:
     assert asked(after) == [("r0#1", "r1#1")]
     (sent,) = [e for e in after if isinstance(e, Send) and isinstance(e.message, Restart)]
     assert isinstance(sent.message, Restart)
-    assert "rank 0 (r0) stands in the all-reduce" in sent.message.reason
-    assert "rank 1 (r1) is idle" in sent.message.reason
+    assert "rank 0 (r0) has been in the all-reduce" in sent.message.reason
+    assert "rank 1 (r1) has been idle" in sent.message.reason
     assert events(after).count("restart_asked") == 1
     assert asked(bench.live(11_000 + AGAIN_MS - 1, r0=("sync", 0.0), r1=("idle", 0.0))) == []
     again = bench.live(11_000 + AGAIN_MS, r0=("sync", 0.0), r1=("idle", 0.0))
@@ -165,7 +165,7 @@ def test_an_engine_whose_step_is_overdue_and_whose_core_stands_still(
     assert ("restart_asked" if supervised else "restart_needed") in events(made)
     failed = next(e for e in made if isinstance(e, Note) and e.event == "pause_failed")
     told = str(failed.fields["detail"])
-    assert "its core stands in `work` since 21.0 s" in told
+    assert "its core has been in `work` for 21.0 s" in told
     assert ("nobody supervises it: restart the engine" in told) is not supervised
 
 

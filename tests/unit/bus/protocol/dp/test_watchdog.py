@@ -85,8 +85,8 @@ def test_ranks_in_different_collectives_are_wedged() -> None:
     """Each waits for ever for the other: one in the all-reduce, one in the resume barrier."""
     found = watchdog(status("barrier", 11_000), status("sync", 12_500)).diagnose(0.0)
     assert (found.health, found.absent) == ("wedged", (0,))
-    assert "rank 0 (e0) stands in the resume barrier (barrier) since 11.0 s" in found.text
-    assert "rank 1 (e1) stands in the all-reduce (sync) since 12.5 s" in found.text
+    assert "rank 0 (e0) has been in the resume barrier (barrier) for 11.0 s" in found.text
+    assert "rank 1 (e1) has been in the all-reduce (sync) for 12.5 s" in found.text
 
 
 def test_all_in_the_same_collective_for_very_long_are_wedged_too() -> None:
@@ -103,16 +103,16 @@ def test_the_words_say_who_is_where_since_when_and_who_is_missing() -> None:
         status("sync", 11_900, step=17, wave=4),
     )
     assert dog.diagnose(0.0).text == (
-        "rank 0 (e0) stands in the all-reduce (sync) since 12.0 s, step 17, wave 4; "
-        "rank 2 (e2) stands in the all-reduce (sync) since 11.9 s, step 17, wave 4; "
-        "rank 1 (e1) is idle since 11.5 s, step 16, wave 3: absent"
+        "rank 0 (e0) has been in the all-reduce (sync) for 12.0 s, step 17, wave 4; "
+        "rank 2 (e2) has been in the all-reduce (sync) for 11.9 s, step 17, wave 4; "
+        "rank 1 (e1) has been idle for 11.5 s, step 16, wave 3: absent"
     )
 
 
 def test_a_rank_between_its_steps_is_told_as_such() -> None:
     """It has work, and is in no collective."""
     text = watchdog(status("step", 3_000), status("work", 2_500)).diagnose(0.0).text
-    assert "rank 1 (e1) is between steps since 2.5 s" in text
+    assert "rank 1 (e1) has been between steps for 2.5 s" in text
 
 
 # -- time ------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_an_old_page_says_nothing_of_the_present() -> None:
     assert dog.diagnose(5_000.0).health == "slow"
     dog.report(1, "e1", status("idle", 5_100), 5_000.0)
     found = dog.diagnose(5_001.0)
-    assert found == Diagnosis("unknown", "rank 0 (e0) has told nothing for 5.0 s")
+    assert found == Diagnosis("unknown", "rank 0 (e0) has sent no status for 5.0 s")
     assert dog.diagnose(60_000.0).health == "unknown"
 
 
@@ -174,7 +174,7 @@ def test_a_lost_rank_takes_its_group_down_whatever_the_others_say() -> None:
     dog.report(0, "e0", status("idle", 99_000), 3_500.0)
     assert dog.diagnose(3_500.0) == Diagnosis(
         "down",
-        "rank 1 (e1) is gone since 2.5 s: e1 was not heard for 5000 ms; "
+        "rank 1 (e1) has been gone for 2.5 s: e1 was not heard for 5000 ms; "
         "all 2 ranks restart together",
         (1,),
     )
@@ -188,7 +188,7 @@ def test_who_is_left_of_a_group_and_waits_for_the_lost_one_is_stuck(phase: CoreP
     assert not dog.diagnose(2_000.0).stuck
     found = dog.diagnose(2_001.0)
     assert (found.health, found.absent, found.stuck) == ("down", (0,), True)
-    assert "rank 1 (e1) stands in the" in found.text
+    assert "rank 1 (e1) has been in the" in found.text
 
 
 def test_a_wedged_group_is_stuck_and_a_slow_one_is_not() -> None:
@@ -203,7 +203,7 @@ def test_a_wedged_group_is_stuck_and_a_slow_one_is_not() -> None:
 def test_an_engine_stands_still_when_its_page_does(phase: CorePhase) -> None:
     """For longer than it may take; one that is idle, or has no page, does not."""
     told = describe_stall(status(phase, 500.0), 1_000.0, 2_000.0, 1_499.0)
-    assert told == f"its core stands in `{phase}` since 1.5 s, step 40"
+    assert told == f"its core has been in `{phase}` for 1.5 s, step 40"
     assert describe_stall(status(phase, 500.0), 1_000.0, 2_000.0, 1_500.0) == ""
     assert describe_stall(status("idle", 10**9), 0.0, 0.0, 1.0) == ""
     assert describe_stall(status("", 10**9), 0.0, 0.0, 1.0) == ""

@@ -997,7 +997,7 @@ def test_no_patch_mends_an_engine_that_holds_a_part_of_one(fails: bool) -> None:
     assert driver.update.version == 3
     failure = driver.refused_patch(3, "u2")
     assert failure.code is NackCode.OTHER_BASE
-    assert "holds no whole version" in failure.detail
+    assert "has no complete weights" in failure.detail
 
 
 def test_a_patch_that_broke_off_is_mended_by_a_whole_set_of_weights() -> None:

@@ -364,7 +364,8 @@ def test_beside_weights_that_are_not_whole_nothing_is_staged() -> None:
     driver.returned()
     driver.command(make_arm("u2", MANIFEST, version=5, staging=STAGING))
     assert (
-        "not all weights" in only(driver.returned(Done(room=StagingCapacity(32))), Armed).why_paused
+        "weights are missing"
+        in only(driver.returned(Done(room=StagingCapacity(32))), Armed).why_paused
     )
     nack = nack_in(driver.command(UpdateStart("u2", staged=True)))
     assert nack.code is NackCode.STAGING_REFUSED

@@ -227,7 +227,7 @@ def asks(scope: tuple[str, ...]) -> list[Message]:
     [
         (("e0",), "DP group e0 serves the group's version 1"),
         (("e0", "e1"), "DP group e0 serves the group's version 1"),
-        (("e1", "nobody"), "DP group nobody is not there, or not whole"),
+        (("e1", "nobody"), "DP group nobody is absent or incomplete"),
     ],
 )
 def test_who_serves_is_not_asked_to_catch_up(

@@ -423,7 +423,7 @@ def test_wraps_nest_as_defined_whatever_is_installed_first(
         for name, owner in targets.items()
     }
     nesting = {wraps["status"].target: ("status", "lease")}
-    registry = Registry({}, tuple(Seam(n, (), wraps=(wraps[n],)) for n in seams), nesting)
+    registry = Registry({}, tuple(Seam(n, (), wraps=[wraps[n]]) for n in seams), nesting)
     monkeypatch.setattr(installation, "REGISTRY", registry)
     plain = type("Engine", (), dict(vars(Engine)))
     module = SimpleNamespace(Engine=plain, LockstepEngine=type("LockstepEngine", (plain,), {}))

@@ -94,9 +94,9 @@ def test_a_worker_says_which_plugin_it_has_and_what_that_drives() -> None:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (["<vllm.v1.worker.worker_base.WorkerWrapperBase object>"], "no plugin of wavebus's"),
-        ([], "no plugin of wavebus's"),
-        (None, "no plugin of wavebus's"),
+        (["<vllm.v1.worker.worker_base.WorkerWrapperBase object>"], "wavebus's plugin is missing"),
+        ([], "wavebus's plugin is missing"),
+        (None, "wavebus's plugin is missing"),
         (["wavebus's plugin, and it drives nccl"], "install one version of wavebus for both"),
         (
             [f"wavebus's plugin, protocol {operations.PROTOCOL + 1}, and it drives nccl"],

@@ -153,35 +153,3 @@ def test_the_prefill_engine_hears_of_who_is_turned_away() -> None:
     assert calls == [("add", "a"), ("aborted", "a")]
     kv_versions.release(core, SimpleNamespace(kv_transfer_params=None))
     assert len(calls) == 2
-
-
-def test_a_pause_waits_for_no_decode_engine_and_a_sleep_does() -> None:
-    done: list[str] = []
-    scheduler = SimpleNamespace(
-        get_num_unfinished_requests=lambda: 0,
-        finished_req_ids=set(),
-        failed_recving_kv_req_ids=set(),
-        connector=None,
-    )
-    core = SimpleNamespace(
-        scheduler=scheduler,
-        engines_running=False,
-        batch_queue=None,
-        wavebus_pauses=(),
-        wavebus_sleeps=False,
-        _idle_state_callbacks=[],
-    )
-
-    def pause(core: Any, name: str) -> str:
-        core._idle_state_callbacks.append(lambda _core: done.append(name))
-        return "a future"
-
-    kv_versions.pause_scheduler(pause, core, "pause")
-    kv_versions.sleep(lambda core: kv_versions.pause_scheduler(pause, core, "sleep"), core)
-    scheduler.finished_req_ids = {"still to be told to the workers"}
-    kv_versions.process_input_queue(lambda _core: None, core)
-    assert done == []
-    scheduler.finished_req_ids = set()
-    kv_versions.process_input_queue(lambda _core: None, core)
-    assert done == ["pause"]
-    assert len(core._idle_state_callbacks) == 1

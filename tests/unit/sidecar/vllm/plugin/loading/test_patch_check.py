@@ -59,8 +59,8 @@ def reordered(model: Model) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (replaced(lambda weight: weight.t()), "laid first.weight out anew"),
-        (replaced(lambda _: torch.empty(0)), r"laid first.weight out anew .*\[0\]"),
+        (replaced(lambda weight: weight.t()), "changed the layout of first.weight"),
+        (replaced(lambda _: torch.empty(0)), r"changed the layout of first.weight .*\[0\]"),
         (replaced(lambda weight: weight.half()), "float16"),
         (packed, "packed for the CPU"),
         (reordered, "FLASHINFER_CUTLASS.*--moe-backend triton"),

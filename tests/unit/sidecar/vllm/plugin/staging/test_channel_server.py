@@ -204,7 +204,7 @@ def test_another_sidecar_is_not_kept_out_by_one_that_hangs(workers: list[Worker]
     async def scenario() -> None:
         hangs, comes = await reached(worker), await reached(worker)
         await comes.perform(stage(0))
-        with pytest.raises(EngineDead, match="has left in the middle"):
+        with pytest.raises(EngineDead, match="closed its connection"):
             await hangs.perform(stage(1))
         await comes.perform(stage(2))
         comes.close()
@@ -228,7 +228,7 @@ def test_what_a_sidecar_has_asked_before_another_came_is_not_begun(workers: list
             async with asyncio.timeout(LIMIT_S):
                 while worker.channel._newest is known:  # noqa: ASYNC110 - a channel has no event for it
                     await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="has left in the middle"):
+        with pytest.raises(EngineError, match="closed its connection"):
             await asked
         other = await after
         await other.perform(stage(1))
@@ -254,7 +254,7 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
             asked = asyncio.create_task(StagingChannels().open([f"{name}-deaf"]))
             connection, _ = await asyncio.to_thread(listener.accept)
             connection.close()
-            with pytest.raises(EngineDead, match="has left in the middle"):
+            with pytest.raises(EngineDead, match="closed its connection"):
                 await asked
 
     asyncio.run(scenario())
