@@ -362,7 +362,7 @@ def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
     why = "ParallelConfig.sync_dp_state takes more"
     told(workers, client._hello(facts({"staged_updates": why, "admission": ""}), cores=1))
     found = asyncio.run(steps(client).arm(MANIFEST, "model", MAY))
-    assert found.why_not == f"this vLLM takes no staged updates: {why}"
+    assert found.why_not == f"this vLLM can't stage updates: {why}"
 
 
 @pytest.mark.parametrize("mixes", ["", "EngineCoreProc.preprocess_add_request takes more"])
