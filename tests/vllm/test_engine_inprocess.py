@@ -506,7 +506,7 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
         await steps(under_test.engine).arm(good)
         chunk = push.offer(0)
         later = ReceiveChunk(good.chunks, "shm", chunk.handle)
-        with pytest.raises(EngineError, match="is not one of the armed manifest"):
+        with pytest.raises(EngineError, match="is not in the armed manifest"):
             await steps(under_test.engine).receive(later)
         push.close()
 

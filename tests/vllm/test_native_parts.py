@@ -166,7 +166,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 def test_all_parts_are_loaded_and_finished_once(worker: Worker) -> None:
     worker.begin(FIRST)
-    with pytest.raises(EngineError, match="not one of the armed"):
+    with pytest.raises(EngineError, match="not in the armed"):
         worker.receive(1)
     worker.extend(SECOND)
     worker.receive(1)
@@ -239,5 +239,5 @@ def test_a_part_that_is_refused_leaves_the_parts_before_it(worker: Worker, name:
     with pytest.raises(EngineError, match=name) as refused:
         worker.extend({name: torch.empty(2)})
     assert refused.value.code is NackCode.MANIFEST_REFUSED
-    with pytest.raises(EngineError, match="not one of the armed"):
+    with pytest.raises(EngineError, match="not in the armed"):
         worker.receive(1)

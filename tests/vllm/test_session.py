@@ -50,11 +50,12 @@ def made() -> tuple[Any, Any]:
             self.session, self.armed = UpdateSession(), None
             self._receiver = ChunkReceiver(torch.device("cpu"))
             loadable: Any = None  # nothing is staged
-            self._stager = Stager(loadable, self._receiver, None, torch.device("cpu"), self)
+            self._stager = Stager(loadable, self._receiver, None, torch.device("cpu"), self.execute)
             self.model = self._default_model = "model"
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
             self.fails = ""
+            self._incoming, self._adapters = None, SimpleNamespace(outgoing="")
 
         def _say(self, what: str) -> None:
             self.said.append(f"{what} {self.model}")

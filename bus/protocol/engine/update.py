@@ -198,7 +198,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         call = ops.ArmManifest(manifest, order.target, message.staging, stale, message.digest)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
-        self._chunks.begin(message.update_id, message.backend, manifest)
+        self._chunks.begin(message, manifest)
         self._loaded = self.staged = False
         self._probed = None
         return effects
