@@ -16,8 +16,7 @@ from bus.errors import EngineError
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.protocol.core.effects import Note
-from bus.protocol.engine.calls import CallCommit
-from bus.protocol.engine.operations import Operation, Restore
+from bus.protocol.engine.operations import Restore
 from bus.protocol.engine.pause import EnginePauseState
 from sidecar.shared_pages.pause_lease import (
     AbandonedPause,
@@ -29,7 +28,6 @@ from sidecar.shared_pages.pause_lease import (
 )
 
 if TYPE_CHECKING:
-    from bus.protocol.engine.calls import Call
     from bus.protocol.engine.session import EngineSession
     from sidecar.engine import Engine
 
@@ -79,16 +77,13 @@ class PauseLeaseWriter:
         self._outcome = end = self._engine.write_pause_lease(self._lease(now_ms))
         return self._on_outcome(end, now_ms) if end and self._session.at_rest else []
 
-    def require_held(self, call: Call) -> None:
-        """Checks, as of the last :meth:`write`, that the engine's pause allows this call.
-
-        After the engine has ended the pause by itself, no call may change or commit weights.
+    def require_held(self) -> None:
+        """Checks, as of the last :meth:`write`, that the engine has not ended its pause.
 
         Raises:
             EngineError: code ``wrong_state``: the engine has ended the pause by itself.
         """
-        changes = isinstance(call, Operation) and call.changes_weights
-        if (end := self._outcome) is not None and (changes or isinstance(call, CallCommit)):
+        if (end := self._outcome) is not None:
             raise EngineError(
                 f"the pause's lease was over, and the engine is {end.state}: {end.reason}",
                 code=NackCode.WRONG_STATE,

@@ -39,6 +39,7 @@ from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
     CallCancel,
+    CallCommit,
     CallEscalate,
     CallPause,
     SendToPeers,
@@ -416,7 +417,8 @@ class Sidecar:
             if isinstance(call, CallPause):
                 self._lease_writer.begin_pause()
             self._write_lease()
-            self._lease_writer.require_held(call)
+            if isinstance(call, CallCommit) or getattr(call, "changes_weights", False):
+                self._lease_writer.require_held()
             result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
             failure = self._failure(type(call).__name__, error)

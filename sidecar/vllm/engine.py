@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import anyio
 
 from bus.errors import EngineError
-from bus.protocol.engine.operations import Done, Restore, SwapStaged
+from bus.protocol.engine.operations import Restore
 from bus.vllm_versions import require_supported, untested_reason
 from sidecar.engine import START_ANSWER_S, EngineInfo, answers_within
 from sidecar.vllm.admission import AdmissionControl
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from bus.messages import PauseMode, ProbeResult, SleepLevel
-    from bus.protocol.engine.operations import UpdateOperation
+    from bus.protocol.engine.operations import SwapStaged
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.vllm.connection_http import HttpConnection
@@ -275,8 +275,5 @@ class VllmAdapter(WorkerClient):
         await self._adapter.settle()
         await self._vllm.set_weight_version(str(version))
 
-    async def perform(self, operation: UpdateOperation) -> Done:
-        """Carries out an operation; of a swap, also counts the engine's requests."""
-        if isinstance(operation, SwapStaged):
-            return Done(in_flight=await self._count_during(super().perform(operation)))
-        return await super().perform(operation)
+    async def _swap(self, swap: SwapStaged) -> int:
+        return await self._count_during(super()._swap(swap))

@@ -179,8 +179,7 @@ class WorkerClient:
             case operations.ArmManifest():
                 return operations.Done(room=await self._arm(operation))
             case operations.SwapStaged():
-                await self._swap(operation)
-                return operations.Done()
+                return operations.Done(in_flight=await self._swap(operation))
             case operations.LoadChunk(staged=True):
                 await self._stage(operation)
                 return operations.Done()
@@ -243,11 +242,12 @@ class WorkerClient:
             self._sent.clear()
             await self._channels.perform(operations.Stage(sent))
 
-    async def _swap(self, swap: operations.SwapStaged) -> None:
-        """Makes the core swap to the staged weights between two steps."""
+    async def _swap(self, swap: operations.SwapStaged) -> int:
+        """Makes the core swap to the staged weights between two steps; returns its requests."""
         clears = self._caches.clears(swap.clear_cache)
         swap = msgspec.structs.replace(swap, clear_cache=clears)
         await self._connection.ask(worker_rpc.SWAP, {"operation": operations.encode(swap)})
+        return 0  # the adapter counts them
 
     async def call_off(self) -> None:
         """Cancels a swap that waits for other ranks, or a staged receive that waits for its sender.

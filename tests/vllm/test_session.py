@@ -43,6 +43,7 @@ def made() -> tuple[Any, Any]:
     from sidecar.transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
     from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - same
     from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - same
     from sidecar.vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
     class Engine(WavebusWeightTransferEngine):
@@ -55,7 +56,7 @@ def made() -> tuple[Any, Any]:
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
             self.fails = ""
-            self._incoming, self._adapters = None, SimpleNamespace(outgoing="")
+            self._incoming, self._adapters = None, LoraAdapters(None)
 
         def _say(self, what: str) -> None:
             self.said.append(f"{what} {self.model}")
