@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEXT := .venv-next
 DOCS := .venv-docs
-SOURCES := bus sidecar trainer_agent tests examples
+SOURCES := bus sidecar trainer_agent lab tests examples
 # What `make test` and `make test-fast` run. CI runs a third of those marked ci beside them:
 # WAVEBUS_SAMPLE=COMMIT make test TESTS='not slow'
 TESTS := not slow and not ci

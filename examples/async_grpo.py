@@ -3,7 +3,7 @@
 python examples/async_grpo.py                       # on two embedded engines, which it starts
 python examples/async_grpo.py --engine vllm         # the same on two served vLLMs
 python examples/async_grpo.py --broker ADDRESS      # on engines that run, with this policy's shape
-                                                    # (python -m trainer_agent.demo.policy FOLDER 0)
+                                                    # (python -m lab.demo.policy FOLDER 0)
 
 A rollout may see several versions of the weights, since updates are staged: engines swap between
 two tokens. Each span of tokens of one version is corrected by its own importance ratio, how much
@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lab.demo.policy import Policy, make_policy, save_checkpoint
+from lab.demo.processes import Processes
+from lab.network import PolicyConfig
 from trainer_agent import RolloutBuffer, RolloutClient, TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
-from trainer_agent.demo.processes import Processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +59,7 @@ def learn(policy: Policy, adam: torch.optim.Optimizer, groups: Sequence[Completi
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-3)).flatten()
     choices = [choice for done in groups for choice in done.choices]
     ids = torch.tensor([[*d.prompt_token_ids, *c.token_ids] for d in groups for c in d.choices])
-    logs = policy(ids[:, :-1]).log_softmax(-1)
+    logs = policy(ids[:, :-1]).logits.log_softmax(-1)
     now = logs.gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -LENGTH:]
     with torch.no_grad():
         gap = now - torch.tensor([choice.logprobs for choice in choices])
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    policy = Policy(PolicyConfig())
+    policy = make_policy(PolicyConfig())
     with contextlib.ExitStack() as stack:
         address = options.broker
         if not address:

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from lab.demo.policy import make_policy, save_checkpoint
+from lab.network import PolicyConfig
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 
 async def main() -> None:
@@ -44,7 +45,7 @@ async def main() -> None:
 
 async def colocated(address: str, folder: Path) -> None:
     """Generate, sleep, train, update, go on."""
-    save_checkpoint(Policy(PolicyConfig()), folder)
+    save_checkpoint(make_policy(PolicyConfig()), folder)
     engine = EmbeddedEngine(folder, host=None)
     weights = load_file(folder / "model.safetensors")
     async with (

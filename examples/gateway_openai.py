@@ -36,11 +36,12 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from bus.errors import WavebusError
+from lab.demo.learner import Rollout
+from lab.demo.oracle import judge
+from lab.demo.policy import Policy, copy_of, make_policy, save_checkpoint
+from lab.demo.processes import BROKER_TIMES, GROUP, Processes
+from lab.network import PolicyConfig
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.learner import Rollout
-from trainer_agent.demo.oracle import judge
-from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
-from trainer_agent.demo.processes import BROKER_TIMES, GROUP, Processes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -222,7 +223,7 @@ def save_tokenizer(folder: Path) -> None:
 
 async def run(processes: Processes, address: str, url: str, options: argparse.Namespace) -> bool:
     """Call, train, kill; return whether all is as it should be."""
-    policy = Policy(PolicyConfig())
+    policy = make_policy(PolicyConfig())
     calls = Calls(url, options.seed)
     stop_calls, stop_training = asyncio.Event(), asyncio.Event()
     victim = "engine-0"
@@ -244,7 +245,7 @@ async def run(processes: Processes, address: str, url: str, options: argparse.Na
         is_back = agent.last_update.engines == options.engines
         stop_calls.set()
         await calling
-    verdict = judge(policy.config, trainer.weights, calls.rollouts)
+    verdict = judge(PolicyConfig(), trainer.weights, calls.rollouts)
     versions = [len(set(each.versions)) for each in calls.rollouts]
     print(f"updates: {dict(trainer.updates)}, repeated: {dict(trainer.failed)}")
     print(f"{victim} serves again: {is_back}")
@@ -270,7 +271,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        save_checkpoint(Policy(PolicyConfig()), folder)
+        save_checkpoint(make_policy(PolicyConfig()), folder)
         save_tokenizer(folder)
         processes = stack.enter_context(Processes(folder))
         address = processes.broker(*BROKER_TIMES)

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import typing_extensions
 
+from lab.demo.policy import Policy, make_policy, save_checkpoint
+from lab.network import PolicyConfig
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ def greedy(model: Policy, prompt: Sequence[int]) -> list[int]:
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(TOKENS):
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -205,7 +206,7 @@ def main() -> None:
         typing.TypedDict = typing_extensions.TypedDict
     sys.path.insert(0, str(ROOT))
     torch.manual_seed(0)
-    model = Policy(PolicyConfig())
+    model = make_policy(PolicyConfig())
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:

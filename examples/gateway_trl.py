@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from lab.demo.policy import Policy, make_policy, save_checkpoint
+from lab.network import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the engines' part, and tests
 from examples.gateway_skyrl import PROMPTS, free_port, greedy, group
@@ -202,7 +203,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)  # the engines need the other processors
     torch.manual_seed(0)
-    model = Policy(PolicyConfig())
+    model = make_policy(PolicyConfig())
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:

@@ -28,10 +28,11 @@ from bus.messages import NackCode
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
+from lab.demo.policy import make_policy, save_checkpoint
+from lab.network import PolicyConfig
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,7 +133,7 @@ async def greedy(engine: EmbeddedEngine) -> list[int]:
 
 async def serve_and_update(broker: str, folder: Path) -> None:
     torch.manual_seed(0)
-    old, new = Policy(PolicyConfig()), Policy(PolicyConfig())
+    old, new = make_policy(PolicyConfig()), make_policy(PolicyConfig())
     for name, policy in (("old", old), ("new", new)):
         for weight in policy.parameters():
             torch.nn.init.normal_(weight, std=0.3)

@@ -24,8 +24,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from trl import GRPOConfig, GRPOTrainer
 
+from lab.demo.processes import Processes
 from trainer_agent import SyncRolloutClient, SyncTrainerAgent
-from trainer_agent.demo.processes import Processes
 
 LETTERS = "abcdefgh"
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>"}

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from bus.errors import ManifestRefused
+from lab.demo.policy import Policy, make_policy, save_checkpoint
+from lab.network import PolicyConfig
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from sidecar.embedded import SamplingParams as EmbeddedParams
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -91,7 +92,7 @@ async def serve_and_update(broker: str, folder: Path) -> None:
     from sidecar.vllm.inprocess_engine import VllmEngine  # noqa: PLC0415
 
     torch.manual_seed(0)
-    model = Policy(PolicyConfig())
+    model = make_policy(PolicyConfig())
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     save_checkpoint(model, folder / "old")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("bus", "sidecar", "trainer_agent")
+PACKAGES = ("bus", "sidecar", "trainer_agent", "lab")
 INLINED = ("listcomp", "dictcomp", "setcomp")
 
 MAX_LINES = 500

@@ -1,13 +1,10 @@
-"""The commands `wavebus demo` and `wavebus gateway`."""
+"""The command `wavebus gateway`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
-import signal
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -19,8 +16,6 @@ from bus.cli.options import (
     GroupPlan,
     Keys,
     announce,
-    configure_log,
-    json_option,
     key_options,
     log_options,
     option,
@@ -31,71 +26,11 @@ from bus.errors import UsageError, WavebusError
 from bus.keys import API_KEY_VARIABLE
 from bus.net import is_loopback_host
 from bus.runtime.status_client import fetch_status
-from trainer_agent.demo.plan import DemoPlan
 
 if TYPE_CHECKING:
     import asyncio
-    from types import FrameType
 
 _STATUS_S: Final = 5.0
-
-
-@click.command(short_help="See it all at work: an RL run on this machine.")
-@options_of(DemoPlan)
-@json_option
-def demo(*, plan: DemoPlan, as_json: bool) -> None:
-    """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
-
-    Starts a broker and engines as separate processes, and trains in this one. The weights of
-    every optimizer step reach the engines over the bus, in the middle of their requests.
-    Prints a table and draws demo.png.
-    """
-    plan.check()
-    configure_log("warning", "auto")
-    signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-        signal.signal(signal.SIGHUP, _interrupt)
-    try:
-        if plan.chaos or plan.sessions is not None:
-            _demo_with_faults(plan, as_json=as_json)
-        else:
-            _demo(plan, as_json=as_json)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
-
-
-def _demo(plan: DemoPlan, *, as_json: bool) -> None:
-    from trainer_agent.demo import report, run  # noqa: PLC0415 - after --help
-
-    with report.ProgressLine(plan.updates or run.STEPS) as line:
-        result = run.run_demo(plan, say=line.say, progress=line.show)
-    report.picture(result, plan.picture)
-    if as_json:
-        click.echo(json.dumps(result.as_json()))
-    else:
-        report.show(result, plan.picture)
-
-
-def _demo_with_faults(plan: DemoPlan, *, as_json: bool) -> None:
-    """Runs the demo that kills processes, prints its result; exit code 1 if a check failed."""
-    from trainer_agent.demo import chaos, twin  # noqa: PLC0415 - after --help
-
-    say = partial(click.echo, err=True)
-    kind: type[chaos.Chaos | twin.Twin] = chaos.Chaos if plan.chaos else twin.Twin
-    result = kind(plan, say).run()
-    answer = result.as_json()
-    if as_json:
-        click.echo(json.dumps(answer))
-    else:
-        for name, value in answer.items():
-            click.echo(f"{name:20} {value}")
-    if not result.clean:
-        raise click.exceptions.Exit(1)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """Stops the demo and its processes on SIGTERM and SIGHUP, as Ctrl-C does."""
-    raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -182,6 +117,12 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
         )
     if plan.allow_pickled_handles and not is_loopback_host(host):
         raise UsageError(f"--listen {listen}: --allow-pickled-handles is for loopback alone")
+    own = keys.security().own
+    if own is not None and own.role == "observer" and not plan.read_only:
+        raise UsageError(
+            f"--key {keys.key}: a key of role observer may not pause or update engines: give a key "
+            "of role trainer, or --read-only"
+        )
     from trainer_agent.gateway import server  # noqa: PLC0415 - after --help
 
     _raise_file_limit()

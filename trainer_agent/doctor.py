@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 
 
 def checks(options: Options) -> list[Check]:
-    """Checks the trainer's transports, and which of vLLM's trainer engines can be used."""
-    del options
+    """Checks the trainer's key and transports, and which of vLLM's trainer engines can be used."""
     found = [Check("trainer transports", "ok", ", ".join(sender_backends()))]
+    own = options.security.own if options.security is not None else None
+    if own is not None and own.role == "trainer":
+        found.append(Check("key", "ok", "role trainer: it may pause and update engines"))
+    elif own is not None and own.role == "observer":
+        hint = "give wavebus gateway --read-only with it, or a key of role trainer"
+        found.append(Check("key", "note", "role observer: it may only read", hint))
     tree = SourceTree.installed()
     if tree is not None:
         found += feature_checks("vllm trainer engines", REGISTRY, REGISTRY.check(tree))

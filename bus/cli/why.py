@@ -47,8 +47,8 @@ def why(
 
     An engine is blocked (alive, but its own call has not returned), silent (no heartbeat for two
     intervals), wedged (a rank of its data-parallel group hangs in a collective) or dead (a rank of
-    its group is gone). Engines that are quarantined or gone come last. With the name of an update
-    or a peer, shows only what concerns it.
+    its group is gone). Engines that are quarantined, stale or gone come last. With the name of an
+    update or a peer, shows only what concerns it.
 
     Exits with 3 if no broker answers.
     """

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 # blocked: alive, and its engine call has not returned. silent: no frame for two heartbeats.
 # wedged: its DP group hangs in a collective. dead: it or a rank of its DP group is gone.
+# stale: it serves an older version than its group, and rejects requests.
 # trainer: the next step is the trainer's, not an engine's.
 State: TypeAlias = Literal[
-    "blocked", "silent", "wedged", "dead", "quarantined", "booting", "trainer"
+    "blocked", "silent", "wedged", "dead", "quarantined", "stale", "booting", "trainer"
 ]
 _SILENT_BEATS: Final = 2
 _IDLE: Final = ("running", "idle")
@@ -62,7 +63,7 @@ def findings(status: Status, about: str = "") -> list[Finding]:
         waits.sort(key=lambda finding: -finding.waited_ms)
         if not waits:
             waits = _between_steps(group, status)
-        found += waits + [_out(each, group) for each in group.out]
+        found += waits + [_out(each, group) for each in group.out] + _stale(group)
     if about:
         found = [each for each in found if about in (each.peer, each.update_id)]
     return found
@@ -128,6 +129,24 @@ def _out(out: OutView, group: GroupStatus) -> Finding:
     state: State = "dead" if out.state == "gone" else out.state
     text = f"{out.engine} is {out.state}: {out.reason}"
     return Finding(group.name, out.engine, state, "", "", 0, 0.0, text)
+
+
+def _stale(group: GroupStatus) -> list[Finding]:
+    """Explains the engines that reject requests because their weights are old."""
+    if group.update not in _IDLE:
+        return []
+    out = {each.engine for each in group.out if each.state == "quarantined"}
+    found = []
+    for each in group.engines:
+        if each.version >= group.version or each.name in out:
+            continue
+        trainer = f"trainer {group.owner}" if group.owner else "a trainer; none owns the group"
+        text = (
+            f"{each.name} is stale: it serves version {each.version}, its group {group.version}. "
+            f"It gets no requests until it has an update of {trainer}"
+        )
+        found.append(Finding(group.name, each.name, "stale", "", "", 0, 0.0, text))
+    return found
 
 
 def _for(duration_ms: float) -> str:

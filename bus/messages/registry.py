@@ -59,7 +59,7 @@ MESSAGES: Final = (
     MessageEntry(waves.StartDpWave, "START_DP_WAVE"),
     MessageEntry(waves.WaveStarted, "WAVE_STARTED", _COORDINATOR),
     MessageEntry(waves.WaveComplete, "WAVE_COMPLETE", _COORDINATOR),
-    MessageEntry(update.PlanTransfer, "PLAN_TRANSFER", _TRAINER),
+    MessageEntry(update.PlanTransfer, "PLAN_TRANSFER", ("trainer", "observer")),
     MessageEntry(update.TransferPlan, "TRANSFER_PLAN"),
     MessageEntry(update.TransferInit, "TRANSFER_INIT", _TRAINER, Step.TRANSFER_INIT),
     MessageEntry(update.TransferDrain, "TRANSFER_DRAIN", _TRAINER, Step.TRANSFER_DRAIN),

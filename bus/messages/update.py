@@ -32,9 +32,10 @@ FirstRanks: TypeAlias = Annotated[dict[ShortText, Count], Meta(max_length=16_384
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
-    """Trainer to broker: assign ranks for a transport that uses collectives, such as ``nccl``.
+    """Trainer or observer to broker: name the ranks of a transport of collectives, as ``nccl``.
 
-    The answer is TRANSFER_PLAN. ``scope`` names the DP groups whose workers get ranks; empty: all.
+    The answer is TRANSFER_PLAN; nothing changes. ``scope`` names the DP groups whose workers get
+    ranks; empty: all.
     """
 
     scope: Scope = ()
@@ -42,7 +43,7 @@ class PlanTransfer(Message):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan(Message):
-    """Broker to trainer: the communicator that PLAN_TRANSFER asked for.
+    """Broker to trainer or observer: the communicator that PLAN_TRANSFER asked for.
 
     The trainer's sender is its rank 0; :class:`bus.protocol.group.engine_registry.Communicator`
     says which ranks the workers have.

@@ -1,8 +1,8 @@
-"""The Qwen3 network in torch modules, for the embedded engine and the demo's trainer.
+"""The Qwen3 network in torch modules, for the embedded engine.
 
 The names of the parameters and the arithmetic are those of Hugging Face's ``Qwen3ForCausalLM`` and
 ``Qwen3MoeForCausalLM``, so one state dict serves this module, transformers and vLLM. The caller
-provides attention: the engine's reads a cache, and the trainer's sees whole sequences.
+provides attention: the engine's reads a cache, and :func:`attend_whole` sees whole sequences.
 """
 
 from __future__ import annotations

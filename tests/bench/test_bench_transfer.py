@@ -7,8 +7,8 @@ import json
 import pytest
 
 from bus.cli.main import run
-from sidecar.bench.gateway import compared
-from sidecar.bench.transfer import covered_s
+from lab.bench.gateway import compared
+from lab.bench.transfer import covered_s
 from tests.support.procs import run_wavebus
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from bus.cli.main import run
-from sidecar.bench.harness import BenchFailed
-from sidecar.bench.programs.vllm_server import called, foreign_plugins
-from sidecar.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
-from sidecar.bench.updates import UpdateRound
-from sidecar.bench.vllm_transfer import figures_of, window
+from lab.bench.harness import BenchFailed
+from lab.bench.programs.vllm_server import called, foreign_plugins
+from lab.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
+from lab.bench.updates import UpdateRound
+from lab.bench.vllm_transfer import figures_of, window
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import PERFORM
@@ -26,7 +26,7 @@ from tests.support.checkpoints import make_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sidecar.bench.programs.call_times import Call
+    from lab.bench.programs.call_times import Call
 
 LIMIT_S = 120.0
 

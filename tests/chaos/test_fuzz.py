@@ -17,7 +17,7 @@ from bus.keys import security
 from bus.messages import Join, Nack, StatusRequest, Welcome, codec
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer
-from sidecar.bench.harness import Bench, Worker
+from lab.bench.harness import Bench, Worker
 from tests.support.frames import BarePeer
 from tests.support.fuzz import Fuzz
 from tests.support.honest import honest_peers

@@ -19,8 +19,8 @@ from bus.protocol.engine.operations import ArmManifest, Done, Open, ReceiveChunk
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.registry import make_receiver, receiver_backends
 from examples.own_backend import register as register_own_backend
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import Engine, EngineInfo
 from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
 from tests.support.broker import a_broker

@@ -62,13 +62,18 @@ from bus.weight_transfer.allocation import RankAssignment, World
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
+from lab.bench import cli as bench_cli
+from lab.bench import control, fleet, harness, pause, transfer, updates
+from lab.bench import gateway as gateway_bench
+from lab.bench import rollout as rollout_bench
+from lab.bench.plans import ControlPlan, EnginesPlan
+from lab.bench.updates import Measured, UpdateRound
+from lab.demo import chaos as demo_chaos
+from lab.demo import report as demo_report
+from lab.demo import run as demo_run
+from lab.demo import twin as demo_twin
+from lab.demo.plan import DemoPlan
 from sidecar import Sidecar
-from sidecar.bench import cli as bench_cli
-from sidecar.bench import control, fleet, harness, pause, transfer, updates
-from sidecar.bench import gateway as gateway_bench
-from sidecar.bench import rollout as rollout_bench
-from sidecar.bench.plans import ControlPlan, EnginesPlan
-from sidecar.bench.updates import Measured, UpdateRound
 from sidecar.dp_coordinator.__main__ import coordinator
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Engine, EngineInfo
@@ -106,11 +111,6 @@ from trainer_agent import (
     WeightSource,
     share_memory,
 )
-from trainer_agent.demo import chaos as demo_chaos
-from trainer_agent.demo import report as demo_report
-from trainer_agent.demo import run as demo_run
-from trainer_agent.demo import twin as demo_twin
-from trainer_agent.demo.plan import DemoPlan
 from trainer_agent.options import How, PauseArguments, Quorum, UpdateArguments
 
 if TYPE_CHECKING:

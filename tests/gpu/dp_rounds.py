@@ -35,9 +35,9 @@ from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 import aiohttp
 import torch
 
+from lab.demo.processes import VLLM_ON_CPU
 from tests.gpu.checkpoints import make, moe_config
 from trainer_agent import TrainerAgent
-from trainer_agent.demo.processes import VLLM_ON_CPU
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

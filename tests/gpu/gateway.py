@@ -366,7 +366,7 @@ class SkyrlCase:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
 
         from examples.gateway_skyrl import free_port  # noqa: PLC0415 - slow
-        from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
+        from lab.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
 
         register.register_trainer_engines()
         if self._backend == "nccl":
@@ -414,7 +414,7 @@ def skyrl(given: Given, backend: str) -> list[Verdict]:
 
 def large_config(given: Given) -> Any:
     """The model of case c, of 8 billion parameters if it has all 36 layers."""
-    from sidecar.bench.programs.vllm_trainer import MODELS  # noqa: PLC0415 - it needs vLLM
+    from lab.bench.programs.vllm_trainer import MODELS  # noqa: PLC0415 - it needs vLLM
 
     if given.cpu:
         return MODELS["tiny"]
@@ -427,7 +427,7 @@ def by_gateway(given: Given, weights: dict[str, Tensor]) -> float:
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
     from bus.weight_transfer.allocation import World  # noqa: PLC0415 - where a case needs it
-    from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
+    from lab.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
     from trainer_agent.vllm.init_info import native_info  # noqa: PLC0415 - same
 
     workers = len(given.engines["large"])
@@ -477,7 +477,7 @@ def beside_the_agent(given: Given) -> list[Verdict]:
     not arrive."""
     import torch  # noqa: PLC0415 - slow
 
-    from sidecar.bench.programs.vllm_trainer import random_weights  # noqa: PLC0415 - same
+    from lab.bench.programs.vllm_trainer import random_weights  # noqa: PLC0415 - same
 
     if given.cpu:
         bring_stand_ins()
@@ -667,9 +667,9 @@ class Bench:
 
 def make_models(given: Given) -> None:
     """Three checkpoints of a tiny model in bf16, with a tokenizer; and the large one's config."""
+    from lab.network import write_config  # noqa: PLC0415 - same
     from tests.gpu.checkpoints import dense_config, make  # noqa: PLC0415 - slow
     from tests.support.letters import write_letters  # noqa: PLC0415 - same
-    from trainer_agent.demo.policy import write_config  # noqa: PLC0415 - same
 
     config = dense_config(small=True)
     config.update({"hidden_size": HIDDEN, "initializer_range": 0.05, "dtype": "bfloat16"})

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import WavebusError
-from sidecar.bench.fleet import step_graphs
+from lab.bench.fleet import step_graphs
 from tests.gpu import one_gpu
 from tests.gpu.serving import EngineSpec, Serving, command, descendants, model_folder
 from trainer_agent import RolloutClient, SyncTrainerAgent

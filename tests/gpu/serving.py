@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.rejection import is_rejected
+from lab.demo.processes import VLLM_ON_CPU
 from tests.gpu import one_gpu
-from trainer_agent.demo.processes import VLLM_ON_CPU
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

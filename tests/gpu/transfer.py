@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from sidecar.bench.fleet import step_graphs
+from lab.bench.fleet import step_graphs
 from tests.gpu.serving import TOKENS, EngineSpec, Served, Serving, model_folder, served
 from trainer_agent import TrainerAgent
 

@@ -27,8 +27,8 @@ from bus.protocol.engine.operations import (
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.registry import make_receiver
 from bus.weight_transfer.shm import ShmReceiver
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.transfer import check_sums
 from sidecar.transfer.chunk_receiver import ChunkReceiver
 from sidecar.transfer.lora import IncomingAdapter

@@ -19,8 +19,8 @@ from bus.messages import NackCode
 from bus.protocol.core.config import BrokerConfig
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.embedded import EmbeddedEngine
 from sidecar.supervision.launch import free_port
 from tests.contract.bus_suite import until

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bus/", "sidecar/", "trainer_agent/")
+PACKAGES = ("bus/", "sidecar/", "trainer_agent/", "lab/")
 KIND = "WEIGHT_CHUNK_META"
 LIMIT_S = 60.0
 

@@ -31,6 +31,24 @@ if TYPE_CHECKING:
 LIMIT_S = 60.0
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "bus.cli.main",
+        "lab.bench.programs",
+        "sidecar.dp_coordinator",
+        "sidecar.supervision.reaper",
+        "lab.demo.policy",
+    ],
+)
+def test_a_module_that_can_be_run_says_how(module: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False
+    )
+    text = shown.stdout + shown.stderr
+    assert ("usage: " in text.lower(), "Traceback" in text) == (True, False), text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_broker_and_sidecar_stop_when_asked(bus: Bus, number: signal.Signals) -> None:
     """Both end in order on Ctrl-C and SIGTERM, with exit code 0, and the sidecar says goodbye."""

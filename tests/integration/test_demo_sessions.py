@@ -7,9 +7,9 @@ import json
 import pytest
 
 from bus.cli.main import run
+from lab.demo import twin
+from lab.demo.plan import DemoPlan
 from tests.support.procs import run_wavebus
-from trainer_agent.demo import twin
-from trainer_agent.demo.plan import DemoPlan
 
 
 @pytest.mark.ci

@@ -19,6 +19,7 @@ from bus.errors import EngineError, NoEngine
 from tests.integration.test_rollouts import clients_of
 from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus, wavebus
+from trainer_agent import TrainerAgent
 from trainer_agent.gateway.checksums import WeightChecksums
 
 if TYPE_CHECKING:
@@ -357,6 +358,24 @@ def test_another_trainer_of_the_group_is_named(bus: Bus) -> None:
     status, answer = second.call("/pause?mode=keep")
     assert (status, "is owned by trainer" in message(answer)) == (409, True)
     assert first.call("/resume")[0] == 200
+
+
+def test_reads_leave_the_group_to_its_trainer(gateway: Gateway, bus: Bus) -> None:
+    async def main() -> None:
+        size, of_one = "/get_world_size", "/get_world_size?include_dp=false"
+        for path in (size, of_one, "/is_paused", "/is_sleeping", "/weight_info"):
+            await asyncio.to_thread(gateway.get, path)
+        async with TrainerAgent(bus.address) as agent:
+            await agent.update_weights(weights(bus))
+            assert await asyncio.to_thread(gateway.get, size) == {"world_size": 2}
+            await agent.update_weights(weights(bus))
+
+    asyncio.run(main())
+
+
+def test_a_group_without_engines_has_no_size(bus: Bus) -> None:
+    status, answer = Gateway(bus).call("/get_world_size", method="GET")
+    assert (status, "no engine has joined" in message(answer)) == (409, True)
 
 
 def test_read_only_it_serves_no_control(bus: Bus) -> None:

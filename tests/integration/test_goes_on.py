@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.integration.conftest import TIMES
 from tests.support.procs import ROOT, Proc, wavebus

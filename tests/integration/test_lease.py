@@ -13,8 +13,8 @@ from bus.errors import EngineError, WavebusError
 from bus.keys import read_keyring
 from bus.messages import NackCode
 from bus.protocol.core.config import BrokerConfig
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate, held_pause

@@ -34,8 +34,8 @@ from bus.messages import (
 )
 from bus.runtime.zmq_curve import new_pair
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.support.keys import KeyFolder
@@ -409,6 +409,26 @@ def test_the_commands_refuse_and_say_aloud(keys: KeyFolder) -> None:
         "broker", "--listen", "tcp://0.0.0.0:*", "--curve-keys", str(keys.broker)
     ) as broker:
         assert broker.wait_event("broker_listening")["keys"] == 0
+
+
+def test_a_gateway_with_an_observers_key_is_read_only_or_says_so_at_once(keys: KeyFolder) -> None:
+    """`wavebus doctor` says which of the two a key is for."""
+    watch, trains = keys.make("watch", "observer"), keys.make("trains", "trainer")
+    with wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--curve-keys", str(keys.broker)) as on:
+        address = on.first_line()
+        command = ("gateway", "--broker", address, "--listen", "127.0.0.1:0")
+
+        def flags(key: Path) -> tuple[str, ...]:
+            return ("--key", str(key), "--broker-key", str(keys.public))
+
+        refused = run_wavebus(*command, *flags(watch))
+        assert (refused.returncode, "or --read-only" in refused.stderr) == (2, True)
+        for key, *more in ((watch, "--read-only"), (trains,)):
+            with wavebus(*command, *flags(key), *more) as gateway:
+                assert gateway.first_line().startswith("http://")
+        for key, shown in ((watch, "it may only read"), (trains, "may pause and update")):
+            doctor = run_wavebus("doctor", "--broker", address, *flags(key))
+            assert shown in doctor.stdout
 
 
 def test_keys_come_from_flags_environment_and_file(keys: KeyFolder, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed, UsageError
 from bus.messages import RequestLimits, Route
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed

@@ -21,6 +21,7 @@ from tests.integration.test_rollouts import clients_of, event, honest, then
 from tests.support.generating import generating, streamed
 from trainer_agent import RolloutClient
 from trainer_agent.rollouts import front
+from trainer_agent.rollouts.attempt import UnknownModel
 from trainer_agent.rollouts.front import serve
 
 if TYPE_CHECKING:
@@ -231,6 +232,9 @@ async def fronts_of(*answers: Any, api_key: str = "", **options: Any) -> AsyncIt
         yield url
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
 class Letters:
     """A tokenizer: one character for each token."""
 
@@ -241,7 +245,8 @@ class Letters:
         return "".join(chr(token) for token in token_ids)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
-        assert options == {"tools": None, "add_generation_prompt": True, "return_dict": False}
+        assert options.pop("tools") in (None, [TOOL])
+        assert options == {"add_generation_prompt": True, "return_dict": False}
         return self.encode("".join(each["content"] for each in messages))
 
 
@@ -304,6 +309,22 @@ def test_a_text_ends_before_its_stop_string_streamed_or_not() -> None:
                 assert joined(streamed)["text"] == "N"
                 assert joined(streamed)["token_ids"] == whole["token_ids"]
                 assert "N" in texts[:-1], "the text waits for its end"
+
+    run(main())
+
+
+def test_tools_are_refused_where_nobody_looks_for_calls() -> None:
+    """Unless none is to be called: then the template alone gets them."""
+
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=Letters()) as url:
+            messages = [{"role": "user", "content": "AB"}]
+            body = {"messages": messages, "max_completion_tokens": 3, "tools": [TOOL]}
+            for chosen in ({}, {"tool_choice": "auto"}, {"tool_choice": "required"}):
+                status, answer = await post(f"{url}/v1/chat/completions", body | chosen)
+                assert (status, answer["error"]["param"]) == (400, "tool_choice")
+            chosen = {"tool_choice": "none"}
+            assert (await post(f"{url}/v1/chat/completions", body | chosen))[0] == 200
 
     run(main())
 
@@ -920,6 +941,69 @@ def test_a_stream_of_chat_waits_for_no_end() -> None:
                 assert "A" in (choice["delta"].get("content"), choice["delta"].get("reasoning"))
                 go_on.set()
                 assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
+def test_an_adapter_that_one_engine_lacks_is_asked_of_another() -> None:
+    """As after that engine's restart. 404 is for what no engine has; routes that change are new."""
+    asked_of: list[str] = []
+
+    def serving(name: str, models: set[str]) -> dict[str, Any]:
+        async def serve(request: web.Request) -> web.StreamResponse:
+            asked_of.append(name)
+            model = json.loads(await request.read()).get("model")
+            if model in models:
+                if request.path == "/inference/v1/generate":
+                    return await honest(request)
+                rendered = {"token_ids": PROMPT, "sampling_params": {}, "model": model}
+                return web.json_response(rendered | {"reasoning_parser_kwargs": None})
+            error = {"message": f"The model `{model}` does not exist.", "code": 404}
+            return web.json_response({"error": error}, status=404)
+
+        return dict.fromkeys(("/inference/v1/generate", CHAT + "/render"), serve)
+
+    engines = serving("e0", {"base"}), serving("e1", {"base", "tuned"})
+
+    async def main() -> None:
+        async with clients_of(*engines, unavailable_s=60.0, tokenizer=Letters()) as client:
+            for _ in range(6):
+                done = await client.generate(PROMPT, {"max_tokens": 2}, model="tuned")
+                assert done.choices[0].token_ids == (78, 79)
+            assert asked_of.count("e0") <= 1
+            assert set(asked_of[1:]) == {"e1"}
+            client._pool.refused_models.clear()
+            messages = [{"role": "user", "content": "AB"}]
+            for _ in range(6):
+                chat = await client.chat(messages, sampling_params={"max_tokens": 2}, model="tuned")
+                assert chat.choices[0].token_ids == (78, 79)
+            asked_of.clear()
+            with pytest.raises(UnknownModel, match="does not exist"):
+                await client.generate(PROMPT, {"max_tokens": 2}, model="nobody's")
+            assert sorted(asked_of) == ["e0", "e1"]
+            await client.generate(PROMPT, {"max_tokens": 2}, model="base")
+
+    run(main())
+
+
+def test_an_adapter_is_not_given_up_while_the_engine_that_has_it_fails() -> None:
+    async def lacks(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
+
+    deaths: list[int] = []
+
+    async def fails_once(request: web.Request) -> web.StreamResponse:
+        if not deaths:
+            deaths.append(1)
+            return web.json_response({"error": {"message": "died"}}, status=500)
+        return await honest(request)
+
+    async def main() -> None:
+        async with clients_of(lacks, fails_once) as client:
+            for _ in range(3):
+                done = await client.generate(PROMPT, {"max_tokens": 2}, model="tuned")
+                assert done.choices[0].token_ids == (78, 79)
+        assert deaths
 
     run(main())
 

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from bus.errors import RequestPoisoned
 from bus.messages import RequestLimits
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.integration.test_rollouts import TIMEOUT_S, event, mute, raw, run, then
 from tests.support.broker import a_broker

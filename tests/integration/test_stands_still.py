@@ -16,8 +16,8 @@ from bus.errors import BusTimeout, UpdateFailed
 from bus.messages import NackCode
 from bus.protocol.core.config import BrokerConfig
 from bus.runtime.status_client import fetch_status
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.shared_pages import core_status
 from tests.support.broker import a_broker
 from tests.support.procs import ROOT, Proc

@@ -21,8 +21,8 @@ from bus.protocol.engine.operations import (
     SwapStaged,
 )
 from bus.weight_transfer.allocation import StagingCapacity
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.steps import ByStep

@@ -29,8 +29,8 @@ from bus.messages import (
     codec,
 )
 from bus.runtime.zmq_transport import ZmqServer
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join

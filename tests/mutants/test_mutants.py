@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
-COPIED: Final = ("bus", "sidecar", "trainer_agent", "tests", "examples", "pyproject.toml")
+COPIED: Final = (
+    *("bus", "sidecar", "trainer_agent", "lab"),
+    *("tests", "examples", "pyproject.toml"),
+)
 # Two thirds of a suite's processor time are imports. So each is forked from a process that has
 # imported what is not wavebus.
 TEMPLATE: Final = Template(
@@ -68,7 +71,7 @@ settings.load_profile("mutants")
 
 def pytest_sessionstart():
     here = Path(__file__).resolve().parent
-    for name in ("bus", "sidecar", "trainer_agent", "tests"):
+    for name in ("bus", "sidecar", "trainer_agent", "lab", "tests"):
         found = find_spec(name)
         places = [found.origin] if found.origin else list(found.submodule_search_locations)
         for place in places:

@@ -1,6 +1,6 @@
 """What is fuzzed, in a process of its own: a broker, or a sidecar.
 
-A program (:mod:`sidecar.bench.programs`): ``broker`` says its address, ``sidecar`` joins. Each
+A program (:mod:`lab.bench.programs`): ``broker`` says its address, ``sidecar`` joins. Each
 tells its memory, and what has gone wrong in its loop. No limits, so that every frame is read.
 """
 
@@ -17,8 +17,8 @@ from bus.protocol.core.config import BrokerConfig
 from bus.runtime.broker_server import rss_bytes
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ ADAPTERS: Final = (
     *("tests/unit/sidecar/vllm/", "tests/unit/trainer_agent/vllm/", EVERYTHING),
 )
 COMMON: Final = ("bus/messages/", "bus/errors.py", "tests/support/", "tests/sim/")
-_NAMED: Final = re.compile(r"(?:bus|sidecar|trainer_agent|tests|examples)(?:[./]\w+)+")
+_NAMED: Final = re.compile(r"(?:bus|sidecar|trainer_agent|lab|tests|examples)(?:[./]\w+)+")
 _UNIT: Final = "tests/unit/"
 
 

@@ -52,7 +52,7 @@ def rank(met: threading.Barrier, *, status: int = 200) -> Iterator[tuple[str, li
 
 def test_all_ranks_are_asked_at_once() -> None:
     """Neither of them answers before the other was asked, as in a pause of theirs."""
-    from sidecar.bench.programs.native import NativeClient  # noqa: PLC0415 - after require_vllm
+    from lab.bench.programs.native import NativeClient  # noqa: PLC0415 - after require_vllm
 
     met = threading.Barrier(2)
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def test_all_ranks_are_asked_at_once() -> None:
 
 def test_a_rank_that_refuses_fails_the_call() -> None:
     """Whichever it is."""
-    from sidecar.bench.programs.native import NativeClient  # noqa: PLC0415 - after require_vllm
+    from lab.bench.programs.native import NativeClient  # noqa: PLC0415 - after require_vllm
 
     met = threading.Barrier(2)
     with (
@@ -106,8 +106,8 @@ def test_workers_are_told_of_the_copy_on_their_own_gpu(monkeypatch: pytest.Monke
     GPU."""
     from vllm.distributed.weight_transfer import ipc_engine  # noqa: PLC0415 - after require_vllm
 
-    from sidecar.bench.programs import ipc  # noqa: PLC0415
-    from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415
+    from lab.bench.programs import ipc  # noqa: PLC0415
+    from lab.bench.programs.native import NativeWeights  # noqa: PLC0415
 
     def lent(tensor: torch.Tensor) -> tuple[None, tuple[int]]:
         return None, (tensor.data_ptr(),)

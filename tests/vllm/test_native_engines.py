@@ -203,7 +203,7 @@ def test_who_has_no_bus_notices_nothing(two: Two) -> None:
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
-    from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - same
+    from lab.bench.programs.native import NativeWeights  # noqa: PLC0415 - same
     from tests.support.pair import PairTrainerInitInfo  # noqa: PLC0415 - it needs vLLM
 
     alone, both = perturbed(two.weights, 8), perturbed(two.weights, 9)

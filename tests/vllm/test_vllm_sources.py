@@ -268,7 +268,7 @@ class Carrying:
 
 def both_ends(engine: str) -> tuple[Any, Any, Any]:
     """The classes of vLLM's worker and trainer engines, as they run on CPUs; and of a source."""
-    from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - same
+    from lab.bench.programs.native import NativeWeights  # noqa: PLC0415 - same
     from tests.support import ipc_pair, m2n_pair, nccl_pair  # noqa: PLC0415 - after require_vllm
     from tests.support.m2n_source import Replicated  # noqa: PLC0415 - same
 

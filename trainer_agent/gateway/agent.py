@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from bus.messages import GroupStatus, PauseMode, SleepLevel, Target
-    from bus.weight_transfer.allocation import World
 
 
 class GatewayAgent(TrainerAgent):
@@ -74,10 +73,6 @@ class GatewayAgent(TrainerAgent):
     async def wake_weights(self) -> None:
         """Allocates the weights' memory again; KV caches wait for the end of the pause."""
         await self._steps.step(Wake(self._pause_id))
-
-    async def workers(self) -> World:
-        """Returns the members of a communicator of the trainer and all workers of the group."""
-        return await self._transport.plan()
 
     async def group_status(self) -> GroupStatus | None:
         """Returns the broker's view of the group; None before it has a member."""

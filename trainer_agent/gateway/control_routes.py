@@ -163,7 +163,7 @@ class ControlRoutes:
 
     async def _world_size(self, http: web.Request) -> Answer:
         include_dp = _flag(http, "include_dp", default=True)
-        return {"world_size": await self._group.world_size(include_dp=include_dp)}
+        return {"world_size": await self._rollouts.count_workers(include_dp=include_dp)}
 
     async def _init(self, http: web.Request) -> Answer:
         await self._updates.open(_part(await _body(http), "init_info"), _caller(http))

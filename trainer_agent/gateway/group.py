@@ -38,7 +38,7 @@ _OUT: Final = ("quarantined", "weights_discarded")
 
 
 class ClientGroup:
-    """Pauses a group, puts it to sleep, counts its workers, and sends it what lies in files.
+    """Pauses a group, puts it to sleep, and sends it what lies in files.
 
     Args:
         session: the membership of the bus.
@@ -152,26 +152,6 @@ class ClientGroup:
             if not (agent.is_paused or self._session.is_loading):
                 await agent.pause("keep", clear_cache=True)
                 await agent.resume()
-
-    async def world_size(self, *, include_dp: bool) -> int:
-        """Returns how many workers the group's engines have.
-
-        Args:
-            include_dp: whether each rank of a DP group counts; else one of each.
-        """
-        async with self._session.call() as agent:
-            world = await agent.workers()
-            if include_dp:
-                return world.size - world.senders
-            ranks = world.first_ranks
-            status = await agent.group_status()
-            of_first: dict[str, str] = {}
-            for each in status.engines if status else ():
-                of_first.setdefault(each.dp_group, each.name)
-            bounds = sorted(ranks.values())
-            after = dict(zip(bounds, [*bounds[1:], world.size], strict=True))
-            first = set(of_first.values())
-            return sum(after[rank] - rank for name, rank in ranks.items() if name in first)
 
     async def send_folder(self, folder: str, *, label: str, caller: Caller) -> int:
         """Sends the safetensors of a folder as one update, and returns its version.

@@ -16,7 +16,7 @@ from bus.event_stream import END, EventStream
 from bus.rejection import is_rejected
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Collection
 
 GENERATE: Final = "/inference/v1/generate"
 # No connection was made, so the engine has run nothing.
@@ -26,6 +26,7 @@ FAILURES: Final = 5  # in a row, and a request is given up
 # request's own end.
 INTERRUPTED: Final = ("", "abort", "error")
 _SHOWN: Final = 300
+_MODELS_KEPT: Final = 1024  # clients choose the names
 _MAX_ERROR_BYTES: Final = 1 << 16
 _MAX_ANSWER_BYTES: Final = 1 << 26  # of a prompt with images, for example
 _REDIRECT: Final = range(300, 400)
@@ -34,7 +35,9 @@ _NOT_FOUND: Final = 404
 _OF_BODY: Final = "body."  # vLLM names fields of malformed bodies so, and not in its text
 _LATER: Final = (408, 429, 503)
 
-How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled", "unfetched"]
+How: TypeAlias = Literal[
+    "rejected", "unreachable", "died", "broken", "stalled", "unfetched", "unknown"
+]
 # Makes vLLM's prefill engine keep keys and values until a decode engine has fetched them.
 _HAND_OVER: Final = {
     "do_remote_decode": True,
@@ -60,6 +63,68 @@ class Cut(Exception):
 
 class UnknownModel(UsageError):
     """Raised when no engine serves the model that a request names."""
+
+
+class RefusedModels:
+    """Remembers which engines refused which model, so that requests for it go to others.
+
+    An engine that has restarted lacks the LoRA adapters that others have.
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[str, set[str]] = {}
+
+    def avoiding(
+        self, failed: Collection[str], body: object, engines: Collection[str]
+    ) -> frozenset[str]:
+        """Returns the engines to avoid: those that refused the model, and those that failed.
+
+        Args:
+            failed: engines that failed the request; left out if no others remain.
+            body: the body of the request.
+            engines: all engines that could be asked.
+        """
+        refused_by = self._engines.get(_model_of(body))
+        if not refused_by:
+            return frozenset(failed)
+        both = refused_by.union(failed)
+        return frozenset(refused_by if both.issuperset(engines) else both)
+
+    def clear(self) -> None:
+        """Forgets all: engines may have got adapters."""
+        self._engines.clear()
+
+    def cut(
+        self, error: UsageError | Cut, body: object, engine: str, engines: Collection[str]
+    ) -> UsageError | Cut:
+        """Records a refusal of a model, and returns how its attempt ends.
+
+        Args:
+            error: why the attempt has failed.
+            body: the body of the request.
+            engine: the engine that refused.
+            engines: all engines that could be asked.
+
+        Returns:
+            ``error`` if it is another one, or if all engines refused the model. Else a Cut:
+            ``unknown``; or, if the engine was asked again because others failed, ``broken``.
+        """
+        model = _model_of(body)
+        if not (model and isinstance(error, UnknownModel)):
+            return error
+        if len(self._engines) >= _MODELS_KEPT:
+            self.clear()
+        refused_by = self._engines.setdefault(model, set())
+        is_new = engine not in refused_by
+        refused_by.add(engine)
+        if refused_by.issuperset(engines):
+            return error
+        return Cut("unknown" if is_new else "broken", str(error))
+
+
+def _model_of(body: object) -> str:
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else ""
 
 
 class PieceSpan(msgspec.Struct, frozen=True):
@@ -245,6 +310,18 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         return batch, Cut("broken", str(error)[:_SHOWN])
     return batch, False
+
+
+def encode(body: Any) -> bytes:
+    """Returns a request's body as JSON.
+
+    Raises:
+        UsageError: it can't be written so.
+    """
+    try:
+        return _ENCODER.encode(body)
+    except (TypeError, RecursionError) as error:
+        raise UsageError(f"the request can't be written as JSON: {error}") from None
 
 
 async def read_bounded(response: aiohttp.ClientResponse) -> bytes:

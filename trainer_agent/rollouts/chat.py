@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
-from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, read_bounded, refused
+from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, encode, read_bounded, refused
 from trainer_agent.rollouts.engine_survey import ANSWER_S, ask_each
 from trainer_agent.rollouts.request import make_request, plain_params, structured_outputs
 from trainer_agent.rollouts.results import ChatCompletion
@@ -83,13 +83,14 @@ async def ask_any(
     avoid = set() if avoid is None else avoid
     failures, refused_s = 0, 0.0
     sequences, most = (1, _DEADLY) if place else (0, FAILURES)
-    method, raw_body = ("GET", None) if body is None else ("POST", _encode(body))
+    method, raw_body = ("GET", None) if body is None else ("POST", encode(body))
     headers = {"Content-Type": "application/json"} if body is not None else None
     timeout = aiohttp.ClientTimeout(pool.stall_s, sock_connect=http.timeout.sock_connect)
     while True:
-        load = None if place else pool.router.pick(None, 0, pool.now_s(), avoid)
+        tried = pool.refused_models.avoiding(avoid, body, pool.router.samplers)
+        load = None if place else pool.router.pick(None, 0, pool.now_s(), tried)
         session, client = place or (None, "")
-        load = load or await pool.acquire(session, sequences, frozenset(avoid), client)
+        load = load or await pool.acquire(session, sequences, tried, client)
         url = load.route.endpoint + path
         try:
             async with http.request(
@@ -104,7 +105,8 @@ async def ask_any(
                 return msgspec.json.decode(raw, type=kind)
             if response.status in _CLOSED or b"Not Found" in raw:
                 return None
-            cut = refused(response.status, raw)
+            name, engines = load.route.engine, pool.router.samplers
+            cut = pool.refused_models.cut(refused(response.status, raw), body, name, engines)
             if isinstance(cut, UsageError):
                 raise cut
         except Cut as error:
@@ -124,17 +126,10 @@ async def ask_any(
             pool.router.rejected(load, pool.now_s())
             refused_s = refused_s or pool.now_s()
             await pool.require_engines(refused_s, f"{load.route.engine} at {url}: {cut}")
-        else:
+        elif cut.how != "unknown":
             failures += 1
         if failures == most:
             raise RolloutFailed(f"{most} engines failed; the last, at {url}: {cut}")
-
-
-def _encode(body: Any) -> bytes:
-    try:
-        return msgspec.json.encode(body)
-    except (TypeError, RecursionError) as error:
-        raise UsageError(f"the request can't be written as JSON: {error}") from None
 
 
 class ChatClient:
@@ -322,16 +317,17 @@ class Chat:
         options = dict(request.pop("chat_template_kwargs", {}))  # a copy: it is the caller's
         if bad := _OWN_OPTIONS & options.keys():
             raise UsageError(f"chat_template_kwargs.{min(bad)}: is not for the template")
-        if "response_format" in request:
-            grammar = structured_outputs(request.pop("response_format"))
-            if grammar is not None:
-                params.setdefault("structured_outputs", grammar)
+        wanted = request.pop("response_format", {"type": "text"})
+        if (grammar := structured_outputs(wanted)) is not None:
+            params.setdefault("structured_outputs", grammar)
         for name in ("add_generation_prompt", "continue_final_message", "documents"):
             if name in request:
                 options[name] = request.pop(name)
         extra: dict[str, Any] = {n: request.pop(n) for n in _HANDED_ON if n in request}
         if request.get("tool_choice") == "none":  # nobody looks for calls
             del request["tool_choice"]
+        elif tools:
+            request.setdefault("tool_choice", "auto")
         if unknown := request.keys():
             raise UsageError(f"{min(unknown)}: needs engines that render messages")
         options = {"add_generation_prompt": True, **options, "return_dict": False}

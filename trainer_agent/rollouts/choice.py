@@ -201,7 +201,7 @@ class ChoiceState:
         self._begun, self._wire_spans = len(self.token_ids), []
         if self.done:
             self._finish = finish
-        elif ended_by not in ("abort", "rejected", "unreachable") and not tokens:
+        elif ended_by not in ("abort", "rejected", "unreachable", "unknown") and not tokens:
             self.failures += 1
         if not self.done and not ended_by:
             raise Cut("broken", f"the answer ends without choice {self.index}'s end")

@@ -22,6 +22,7 @@ from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
 from trainer_agent.rollouts.chat import ChatClient
 from trainer_agent.rollouts.engine_pool import EnginePool
+from trainer_agent.rollouts.engine_survey import count_workers
 from trainer_agent.rollouts.request import make_request, plain_params
 from trainer_agent.rollouts.rollout import RolloutRun
 
@@ -109,18 +110,16 @@ class RolloutClient(ChatClient):
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
+        self._connection = Connection(
+            broker,
+            role="observer",
+            name=name,
+            group=self.group,
+            timeout_s=timeout_s,
+            security=security(key, broker_key, insecure=insecure),
+        )
         self._pool = EnginePool(
-            self.group,
-            Connection(
-                broker,
-                role="observer",
-                name=name,
-                group=self.group,
-                timeout_s=timeout_s,
-                security=security(key, broker_key, insecure=insecure),
-            ),
-            stall_s=stall_s,
-            unavailable_s=unavailable_s,
+            self.group, self._connection, stall_s=stall_s, unavailable_s=unavailable_s
         )
         self._stack = contextlib.AsyncExitStack()
         self._http: aiohttp.ClientSession | None = None
@@ -273,6 +272,10 @@ class RolloutClient(ChatClient):
         finally:
             if bar is not None:
                 bar.close()
+
+    async def count_workers(self, *, include_dp: bool = True) -> int:
+        """Returns how many workers the engines have, as :func:`count_workers` does."""
+        return await count_workers(self._connection, include_dp=include_dp)
 
     def finish_session(self, session_id: str) -> None:
         """Ends a session, so that its engine has room for another one."""

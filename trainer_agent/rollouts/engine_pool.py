@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.errors import BusClosed, NoEngine, WavebusError
 from trainer_agent.failures import require_process
+from trainer_agent.rollouts.attempt import RefusedModels
 from trainer_agent.rollouts.router import Router, Waiter, WaitingRequests
 
 if TYPE_CHECKING:
@@ -281,6 +282,7 @@ class EnginePool(EngineQueue):
     Attributes:
         attempts: the attempts under way.
         requests: the requests under way; all end when the pool is closed.
+        refused_models: the engines that refused a model since the routes or versions changed.
         stall_s, unavailable_s: as the arguments.
     """
 
@@ -295,6 +297,7 @@ class EnginePool(EngineQueue):
         super().__init__()
         self.attempts: set[AttemptWatch] = set()
         self.requests: set[RequestUnderWay] = set()
+        self.refused_models = RefusedModels()
         self.stall_s = stall_s
         self._group = group
         self.unavailable_s = unavailable_s
@@ -470,6 +473,7 @@ class EnginePool(EngineQueue):
     def _on_routes(self, group: str, routes: Routes) -> None:
         if group == self._group:
             self.router.update(routes.engines)
+            self.refused_models.clear()
             (self._routed.set if self.router.engines else self._routed.clear)()
             self._grant(())
 

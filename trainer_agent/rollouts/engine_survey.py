@@ -1,4 +1,4 @@
-"""Asks all routable engines the same, and returns the answers of those that answer in time."""
+"""Asks all routable engines the same, and the broker how many workers engines have."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
+from bus.messages import PlanTransfer, TransferPlan
 from trainer_agent.rollouts.attempt import Cut, read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from trainer_agent.connection import Connection
     from trainer_agent.rollouts.engine_pool import EnginePool
 
 _OK: Final = 200
@@ -53,3 +55,24 @@ async def ask_each(
     answers = await asyncio.gather(*(ask(url + path) for _, url in engines))
     pairs = zip(engines, answers, strict=True)
     return {name: raw for (name, _), raw in pairs if raw is not None}
+
+
+async def count_workers(connection: Connection, *, include_dp: bool) -> int:
+    """Returns how many workers the engines have that a new transport would reach.
+
+    Args:
+        connection: a connection to the broker.
+        include_dp: whether each rank of a DP group counts; else one of each.
+
+    Raises:
+        Refused: no engine is there, or ready.
+        BusTimeout: the broker does not answer.
+    """
+    plan = await connection.ask(PlanTransfer(), TransferPlan)
+    if include_dp:
+        return plan.world_size - 1
+    first_of = {each.dp_group: each.name for each in reversed(await connection.engines())}
+    bounds = sorted(plan.first_ranks.values())
+    end_of = dict(zip(bounds, [*bounds[1:], plan.world_size], strict=True))
+    firsts = plan.first_ranks.keys() & first_of.values()
+    return sum(end_of[rank] - rank for rank in map(plan.first_ranks.__getitem__, firsts))

@@ -36,7 +36,8 @@ class Attempt:
         ended_by: the finish reason, or ``abort`` (the engine ended it, because of a pause or
             quarantine), ``rejected`` (the engine admitted no requests), ``unreachable``, ``died``,
             ``broken`` (the answer was invalid), ``stalled`` (no token for too long), ``unfetched``
-            (the engine could not fetch the keys and values from a prefill engine).
+            (the engine could not fetch the keys and values from a prefill engine), ``unknown`` (the
+            engine does not have the model; another one may).
     """
 
     engine: str

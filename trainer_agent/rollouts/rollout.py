@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed
 from bus.messages import RequestLimits
-from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
+from trainer_agent.rollouts.attempt import FAILURES, Cut, UnknownModel, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
 from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     import aiohttp
 
@@ -157,7 +157,9 @@ class RolloutRun:
         request, pool = self._request, self._pool
         since_s = pool.now_s()
         while True:
-            avoid = pool.router.avoiding(self._blamed.avoid, length)
+            failed, samplers = self._blamed.avoid, pool.router.samplers
+            failed = pool.refused_models.avoiding(failed, request.extra, samplers)
+            avoid = pool.router.avoiding(failed, length)
             load = await pool.acquire(request.session_id, sequences, avoid, request.client_id)
             if not load.is_too_short(length):
                 return load
@@ -200,7 +202,7 @@ class RolloutRun:
         """
         async with (
             self._watched(load) as attempt,
-            contextlib.aclosing(pieces(self._http, load.route.endpoint, body)) as stream,
+            contextlib.aclosing(_pieces(self._pool, self._http, load, body)) as stream,
         ):
             async for batch in stream:
                 if attempt.limit.when() is not None:  # it must not be cancelled as it delivers
@@ -229,6 +231,8 @@ class RolloutRun:
                 async with self._watched(load) as attempt:
                     body["kv_transfer_params"] = await prefill(self._http, route.endpoint, body)
                     self._pool.on_token(attempt)
+            except UnknownModel:
+                tried.add(route.engine)
             except Cut as error:
                 tried.add(route.engine)
                 self._blamed.add(load, error, begun_s)
@@ -277,6 +281,18 @@ class RolloutRun:
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._blamed.last}"
             )
+
+
+async def _pieces(
+    pool: EnginePool, http: aiohttp.ClientSession, load: EngineLoad, body: dict[str, Any]
+) -> AsyncGenerator[list[Piece]]:
+    """Yields an engine's answer; the attempt is cut if others may have the model that it lacks."""
+    try:
+        async for batch in pieces(http, load.route.endpoint, body):
+            yield batch
+    except UnknownModel as error:
+        name, engines = load.route.engine, pool.router.samplers
+        raise pool.refused_models.cut(error, body, name, engines) from None
 
 
 def _stalled(pool: EnginePool) -> Cut:

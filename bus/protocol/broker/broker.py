@@ -26,9 +26,11 @@ from bus.protocol.core.access import (
 )
 from bus.protocol.core.config import BROKER_NAME, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.core.failures import Failure
+from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.link import WORTH_A_WAIT
 from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
+from bus.protocol.group.commands import transfer_plan
+from bus.protocol.group.group import Group
 from bus.protocol.group.replies import engine_fields, lacking
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
     from bus.errors import DecodeError
     from bus.protocol.core.access import KeyRole
-    from bus.protocol.group.group import Group
 
 
 WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
@@ -238,6 +239,8 @@ class Broker:
                 return group.on_nack(peer.name, message, now_ms)
             note = {"peer": peer.name, "code": message.code.value, "detail": message.detail}
             return [Note("peer_nack", "warning", note)]
+        if isinstance(message, m.PlanTransfer) and peer.role in WATCHERS:
+            return [_show_plan(peer, envelope.id, group or Group(peer.group, self.config), message)]
         assert group is not None, "watchers send none but the messages above"
         if isinstance(message, WAVE_MESSAGES):
             return group.dp_groups.on_message(peer, envelope.id, message)
@@ -328,11 +331,9 @@ class Broker:
         # A peer that outlived an earlier broker knows that broker's last epoch.
         if peer.role == "engine" or group.owner is None:
             group.session.epoch = max(group.epoch, envelope.epoch)
-        if peer.role == "trainer":
-            refused = group.session.claim(peer, now_ms)
-            if refused is not None:
-                self._drop_peer(peer)
-                return refused
+        if peer.role == "trainer" and (refused := group.session.claim(peer, now_ms)):
+            self._drop_peer(peer)
+            return refused
         return peer, group
 
     def _stranger(
@@ -457,6 +458,16 @@ class Broker:
         """Refuses a frame that was read, which costs its sender more than an accepted one."""
         self._bucket(route, now_ms).charge(REFUSED_COST)
         return _nack(route, reply_to, failure, retry_ms)
+
+
+def _show_plan(observer: Peer, msg_id: int, group: Group, message: m.PlanTransfer) -> Send:
+    """Answers an observer's PLAN_TRANSFER; a group without engines refuses it by its name."""
+    answer: m.Message
+    try:
+        answer = transfer_plan(group, message)
+    except Declined as declined:
+        answer = declined.failure.nack()
+    return Send(answer, (observer.route,), msg_id, group.name, group.epoch)
 
 
 def _nack(route: bytes, reply_to: int, failure: Failure, retry_ms: int = 0) -> Send:

@@ -96,8 +96,7 @@ class Commands:
                 forwarded = self._state.followers.on_trainer_step(message)
                 return [*forwarded, *self._state.session.answer_ids([msg_id], message)]
             case m.PlanTransfer():
-                made = self._communicator(self._members(message.scope))
-                plan = m.TransferPlan(made.number, made.world_size, made.first_ranks)
+                plan = transfer_plan(self._state, message)
                 return [*self._state.session.answer_ids([msg_id], plan)]
             case m.TransferInit() | m.TransferDrain():
                 return self._open(msg_id, message, now_ms)
@@ -426,6 +425,17 @@ class Commands:
             return []
         failure = Failure(m.NackCode.CANCELLED, message.reason or "aborted by the trainer")
         return [*self._state.update.abort(failure, now_ms)]
+
+
+def transfer_plan(state: GroupState, message: m.PlanTransfer) -> m.TransferPlan:
+    """Returns the communicator of the trainer and the engines that would take part now.
+
+    Raises:
+        Declined: see :func:`bus.protocol.group.catch_up.members`.
+    """
+    members = catch_up.members(state.registry, message.scope, state.version)
+    made = communicator(state.registry.engines[name] for name in members)
+    return m.TransferPlan(made.number, made.world_size, made.first_ranks)
 
 
 def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:

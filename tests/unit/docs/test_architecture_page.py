@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", PAGE)
 MODULES = [
-    path for name in ("bus", "sidecar", "trainer_agent") for path in ROOT.glob(f"{name}/**/*.py")
+    path
+    for name in ("bus", "sidecar", "trainer_agent", "lab")
+    for path in ROOT.glob(f"{name}/**/*.py")
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bus.errors import EngineError
-from sidecar.bench.programs.stub_engines import StubEngine
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar.cache_run import CacheRun
 
 

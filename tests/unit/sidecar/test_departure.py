@@ -10,8 +10,8 @@ from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.peer import PeerClient, route_of
 from bus.runtime.zmq_transport import ZmqClient
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 
 TIMEOUT_S = 60.0

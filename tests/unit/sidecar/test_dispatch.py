@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from bus.errors import EngineError
 from bus.protocol.engine.calls import CallStrengthenPause
-from sidecar.bench.programs.stub_engines import StubEngine
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar.dispatch import dispatch
 
 

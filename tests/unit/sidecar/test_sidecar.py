@@ -18,9 +18,9 @@ from bus.messages.types import MAX_REQUEST_IDS
 from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.link import LinkConfig
 from bus.runtime.peer import PeerClient
+from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from sidecar import sidecar as module
-from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from sidecar.shared_pages.pause_lease import LeaseOutcome
 from tests.support.broker import a_broker

@@ -130,10 +130,10 @@ def test_every_unit_test_mirrors_a_module_here() -> None:
     """The rule is that of the tests of the architecture."""
     modules = [
         str(path.relative_to(ROOT))
-        for package in ("bus", "sidecar", "trainer_agent")
+        for package in ("bus", "sidecar", "trainer_agent", "lab")
         for path in (ROOT / package).rglob("*.py")
     ]
-    for package in ("bus", "sidecar", "trainer_agent"):
+    for package in ("bus", "sidecar", "trainer_agent", "lab"):
         for path in (ROOT / "tests/unit" / package).rglob("test_*.py"):
             test = str(path.relative_to(ROOT))
             assert any(mirrors(test, module) for module in modules), test

@@ -305,6 +305,21 @@ def test_who_has_not_acked_is_named() -> None:
     assert (again.peer, again.step, again.state) == ("e1", "pause_global", "blocked")
 
 
+def test_an_engine_that_is_stale_is_named_though_nobody_waits_for_it() -> None:
+    """It rejects requests until it has the group's weights."""
+    world = world_of()
+    updated(world)
+    late = world.add_engine("late")
+    assert world.run_until(lambda: late.is_joined)
+    (found,) = status_findings(world)
+    assert (found.peer, found.state, found.waiting) == ("late", "stale", False)
+    assert "serves version 0, its group 1" in found.text
+    assert "update of trainer trainer" in found.text
+    assert status_findings(world, "late") == [found]
+    updated(world)
+    assert status_findings(world) == []
+
+
 def test_who_is_silent_is_called_so_and_then_gone() -> None:
     """First it is waited for; when it is lost, nobody waits, and it is told that it is gone."""
     world = world_of()

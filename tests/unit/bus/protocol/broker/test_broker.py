@@ -554,7 +554,7 @@ ALL: dict[str, Message] = {
 MAY = {
     "engine": {"ACK", "CORE_STATUS", "PROBED"},
     "coordinator": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
-    "observer": {"ROUTES_TAKEN"},
+    "observer": {"ROUTES_TAKEN", "PLAN_TRANSFER"},
     "trainer": {
         "PAUSE_LOCAL",
         "RESUME",

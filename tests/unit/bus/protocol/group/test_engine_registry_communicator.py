@@ -11,6 +11,7 @@ import pytest
 from bus.messages import (
     Arm,
     GroupAck,
+    Join,
     Leave,
     Message,
     Nack,
@@ -158,6 +159,21 @@ def test_a_plan_is_what_the_engines_would_be_told() -> None:
     told = only(bench.ask(init), TransferInit)
     expected_init = replace(init, world_size=expected.world_size, first_ranks=expected.first_ranks)
     assert told == expected_init
+
+
+def test_an_observer_reads_the_plan() -> None:
+    """Without engines it gets the refusal that a trainer would, also of an unknown group."""
+    bench = Bench()
+    bench.say("o", 1, Join("observer", "h", 1, None, None))
+    assert only(bench.say("o", 1, PlanTransfer()), TransferPlan) == bench.plan()
+    for engine in FOUR:
+        bench.leave(engine)
+    assert only(bench.say("o", 1, PlanTransfer()), Nack).code is NackCode.EMPTY_GROUP
+    bench.broker.groups.clear()
+    bench.ids += 1
+    told = envelope(PlanTransfer(), "o", boot=1, seq=bench.ids, msg_id=bench.ids)
+    effects = bench.broker.receive(b"o#1", told, PlanTransfer(), 0.0)
+    assert only(effects, Nack).code is NackCode.UNKNOWN_GROUP
 
 
 @pytest.mark.parametrize("communicates", [True, False])

@@ -1,0 +1,4 @@
+"""The programs that a bench's processes run.
+
+:meth:`lab.bench.harness.Bench.launch` starts each of them.
+"""
