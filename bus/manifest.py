@@ -48,25 +48,6 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The announcement of one chunk, whose tensors arrive over the transport.
-
-    Attributes:
-        seq: the number of the chunk in the update, from 0.
-        backend: the backend that transfers it.
-        tensors: its tensors, in order.
-        handle: the backend's own data (see :mod:`bus.weight_transfer.formats`).
-        update_id: the update; the same for all engines, and for no other update.
-    """
-
-    seq: int
-    backend: str
-    tensors: tuple[TensorMeta, ...]
-    handle: bytes
-    update_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """The tensors of an update, in the order of sending, and their division into chunks.
 

@@ -124,10 +124,10 @@ def decode_info(blob: bytes) -> dict[str, Any]:
 
 
 def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:
-    """Encodes an ``update_info`` without the values that its WEIGHT_CHUNK_META carries.
+    """Encodes an ``update_info`` without the values that the armed manifest has.
 
     Args:
-        columns: keys whose values WEIGHT_CHUNK_META carries, such as the names of tensors.
+        columns: keys whose values the manifest has, such as the names of tensors.
         rest: all other items of the dict.
 
     Raises:
@@ -141,7 +141,7 @@ def decode_chunk(blob: bytes, columns: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         blob: what :func:`encode_chunk` returned.
-        columns: the values that WEIGHT_CHUNK_META carries, by their keys in the dict.
+        columns: the values that the armed manifest has, by their keys in the dict.
 
     Raises:
         ValueError: the bytes are no ``update_info``.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import anyio
 
 from bus.errors import EngineError
-from bus.manifest import Chunk, Manifest, TensorMeta
+from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     NO_LIMITS,
     CanaryMode,
@@ -30,6 +30,7 @@ from bus.messages import (
     Target,
     Verify,
 )
+from bus.protocol.engine.operations import Done, Drain, Extend, UpdateOperation
 from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
 from sidecar.shared_pages.core_status import CoreStatusView
 from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CanaryMode",
-    "Chunk",
     "CoreStatusView",
+    "Done",
     "Engine",
     "EngineInfo",
     "PauseLease",
@@ -55,9 +56,11 @@ __all__ = [
     "Staging",
     "Target",
     "TensorMeta",
+    "UpdateOperation",
     "Verify",
     "answers_within",
     "require_model",
+    "unsupported",
 ]
 
 # How long a booted engine may take to answer the calls of a starting sidecar.
@@ -247,91 +250,26 @@ class Engine(Protocol):
         Called only while the engine is paused, after :meth:`pause` has returned.
         """
 
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Connects the engine to the sender of the weights; a second call replaces the transport.
+    async def perform(self, operation: UpdateOperation) -> Done:
+        """Carries out one operation of an update (:mod:`bus.protocol.engine.operations`).
 
         Args:
-            backend: the transfer backend's name, such as ``nccl``.
-            params: the sender's parameters, encoded for that backend.
-            place: the rank of the engine's first worker in the communicator. The other workers have
-                the ranks after it.
+            operation: the operation. An engine refuses those that it lacks (:func:`unsupported`).
 
         Returns:
-            How many chunks may be received before the first of them is loaded; at least one.
+            What the operation's class says.
 
         Raises:
-            EngineError: code ``backend_missing`` for a backend that the engine lacks;
-                ``transfer_failed`` if the sender can't be reached.
-        """
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
-        """Checks whether an update fits the engine. Loads and changes nothing.
-
-        Args:
-            manifest: names, dtypes, shapes and chunks of the update.
-            target: what the update replaces: the model, or its draft model.
-            staging: how the update may be staged; None if it is loaded in a pause.
-
-        Returns:
-            How much memory staging needs, in bytes, or why the update can't be staged.
-
-        Raises:
-            EngineError: code ``manifest_refused``, with ``tensor`` set, for an unknown, missing or
-                misshapen tensor, a wrong dtype, half of a fused parameter, or a draft's tensor that
-                is shared with the model. ``draft_missing`` if there is no draft model that can be
-                updated. ``staging_refused`` if staging is required and impossible.
+            EngineError: ``backend_missing`` for a backend that the engine lacks;
+                ``transfer_failed``: the sender can't be reached, did not send in time, or sent
+                something else. ``manifest_refused``, with ``tensor`` set, for an unknown, missing
+                or misshapen tensor, a wrong dtype, half of a fused parameter, or a draft's tensor
+                that is shared with the model. ``draft_missing`` if there is no draft model that can
+                be updated. ``staging_refused`` if staging is required and impossible.
                 ``kv_connector_refused`` if a KV connector would return keys and values of older
-                weights.
+                weights. ``checksum_mismatch``, with the first tensor that differs; nothing of the
+                chunk is loaded then. ``called_off``: a swap has changed nothing.
         """
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        """Prepares the engine to load the armed update.
-
-        Args:
-            recover: whether some weights are incomplete, as after an update that was aborted
-                half-way.
-            target: as in :meth:`arm`.
-            staged: True: :meth:`load` puts chunks into spare memory while the engine serves, and
-                :meth:`finish_update` and :meth:`swap` follow, or :meth:`restore`. False:
-                :meth:`load` overwrites the weights in a pause.
-        """
-
-    async def receive(self, chunk: Chunk) -> None:
-        """Receives a chunk's tensors without changing the model.
-
-        If several chunks may be in flight, the method may return before the tensors are there.
-        :meth:`load` then waits for them.
-        """
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a received chunk into the served or staged weights, and frees its memory.
-
-        Args:
-            seq: number of the chunk.
-            verify: what the checksums cover: all of each tensor, a sample, or nothing.
-            sums: the sender's checksums (:mod:`bus.weight_transfer.checksum`). All workers compare
-                them before any of them loads.
-
-        Raises:
-            EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing of
-                the chunk is loaded then.
-        """
-
-    async def restore(self, target: Target = "model") -> None:
-        """Ends an update that has not changed the served weights; frees staged weights.
-
-        Called after :meth:`start_update`. Only a staged update may have loaded chunks by then.
-
-        Args:
-            target: as in :meth:`arm`.
-        """
-
-    async def finish_update(self) -> None:
-        """Completes the weights after the last chunk, for example tensors derived from them."""
 
     async def probe(
         self,
@@ -368,90 +306,22 @@ class Engine(Protocol):
                 an earlier one if this engine has committed alone.
         """
 
-    async def swap(self, version: int, *, clear_cache: bool) -> int:
-        """Replaces the served weights with the staged ones between two steps.
-
-        All workers, and all ranks of the DP group, swap between the same two steps. Until this
-        method was called at every rank, all ranks serve the old version. Requests that arrive after
-        the swap find no cache entry of older weights. Returns when the swap is done.
-
-        Args:
-            version: the number of the staged weights, as in :meth:`commit`.
-            clear_cache: whether requests under way drop their keys and values and recompute them.
-
-        Returns:
-            How many requests the engine had during the swap, as :meth:`in_flight` counts them.
-
-        Raises:
-            EngineError: code ``called_off`` if nothing has changed; after any other code the
-                weights may be a mix of both versions.
-        """
-
     async def call_off(self) -> None:
-        """Cancels a :meth:`swap`, unless all ranks have agreed; or a staged receive of vLLM's."""
+        """Cancels a swap, unless all ranks have agreed; or a staged receive of vLLM's."""
 
 
-@runtime_checkable
-class DrainableEngine(Protocol):
-    """An engine with transports whose sender may wait in a broadcast after a refusal."""
-
-    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
-        """Receives over the open transport what its sender sends, and discards it.
-
-        Neither weights nor an armed update are touched. If this fails, the transport is closed.
-
-        Args:
-            backend: the transfer backend's name.
-            handle: what the sender sends, encoded for that backend.
-            timeout_s: how long to wait for the sender, in seconds.
-
-        Raises:
-            EngineError: code ``transfer_failed``: the transport is not open or can't be drained, or
-                the sender did not send all in time.
-        """
-
-
-@runtime_checkable
-class ExtendableEngine(Protocol):
-    """An engine that takes the tensors of an update in parts.
-
-    If a manifest is open (``manifest.is_open``), its :meth:`Engine.arm` accepts tensors of which
-    others are missing, and its :meth:`Engine.finish_update` refuses with ``manifest_refused``, in
-    all workers before any of them finishes, if some are missing still.
-    """
-
-    async def extend(self, part: Manifest) -> None:
-        """Checks further tensors of the update under way. Loads and changes nothing.
-
-        Called after all chunks that are known were loaded or staged.
-
-        Args:
-            part: names, dtypes, shapes and chunks of these tensors alone.
-
-        Raises:
-            EngineError: code ``manifest_refused``, with ``tensor`` set, as :meth:`Engine.arm`.
-        """
-
-
-@runtime_checkable
-class AdapterEngine(Protocol):
-    """An engine that takes LoRA adapters (:mod:`bus.lora`).
-
-    Its :meth:`Engine.open_transfer` with the backend ``lora-removal:NAME`` connects to nothing. The
-    update that follows has no tensors: :meth:`Engine.finish_update` removes the adapter, and until
-    :meth:`Engine.commit` returns, :meth:`Engine.restore` brings it back. After the commit, new
-    requests for the adapter are refused; those that the engine has go on with it.
-    """
-
-    async def drop_adapters(self) -> None:
-        """Removes all adapters that came over the bus, for good.
-
-        Called before :meth:`Engine.arm` while the engine is stale, and takes no requests. Requests
-        that the engine has go on with their adapters.
-
-        Raises:
-            EngineError: not all could be removed.
-        """
+def unsupported(operation: UpdateOperation) -> EngineError:
+    """Returns the refusal of an operation that an engine lacks."""
+    match operation:
+        case Drain(backend=backend):
+            text = f"this engine has no {backend} transport to drain"
+            return EngineError(text, code=NackCode.TRANSFER_FAILED)
+        case Extend():
+            text = "this engine takes all tensors of an update at once"
+            return EngineError(text, code=NackCode.MANIFEST_REFUSED)
+        case _:
+            text = f"this engine has no operation {type(operation).__name__}"
+            return EngineError(text, code=NackCode.WRONG_STATE)
 
 
 def require_model(target: Target) -> None:

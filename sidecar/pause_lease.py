@@ -16,7 +16,7 @@ from bus.errors import EngineError
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.protocol.core.effects import Note
-from bus.protocol.engine.calls import CallCommit, CallFinish, CallLoad, CallReceive, CallStart
+from bus.protocol.engine.operations import Restore
 from bus.protocol.engine.pause import EnginePauseState
 from sidecar.shared_pages.pause_lease import (
     AbandonedPause,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _SERIAL_BITS: Final = 52
 _MIN_LEASE_MS: Final = 1000.0
-# Calls that must not be made after the engine has ended the pause by itself.
-UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
 
 
 class PauseLeaseWriter:
@@ -135,7 +133,7 @@ class PauseLeaseWriter:
             )
         if lease.begun and lease.begun != "adapter" and not partial:
             try:
-                await engine.restore(lease.begun)
+                await engine.perform(Restore(lease.begun))
             except EngineError:
                 partial = (lease.begun,)
         if partial:

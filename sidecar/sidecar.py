@@ -39,10 +39,9 @@ from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
     CallCancel,
+    CallCommit,
     CallEscalate,
     CallPause,
-    CallReceive,
-    CallSwap,
     SendToPeers,
     SessionEffect,
 )
@@ -54,7 +53,7 @@ from sidecar.cache_run import CacheRun
 from sidecar.departure import Departure
 from sidecar.dispatch import dispatch
 from sidecar.engine import START_ANSWER_S, answers_within
-from sidecar.pause_lease import UPDATE_CALLS, PauseLeaseWriter
+from sidecar.pause_lease import PauseLeaseWriter
 from sidecar.peer_links import PeerLinks
 from sidecar.supervised_tasks import SupervisedTasks
 
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bus.messages import PdRole
+    from bus.protocol.engine.operations import ReceiveChunk, SwapStaged
     from bus.runtime.interfaces import ClientTransport, Scheduler
     from sidecar.engine import Engine, EngineInfo
 
@@ -141,7 +141,7 @@ class Sidecar:
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
-        self._cancelled: CallSwap | CallReceive | None = None  # the last call that was cancelled
+        self._cancelled: SwapStaged | ReceiveChunk | None = None  # the last call that was cancelled
         self._cache_run, self._departure = CacheRun(engine), Departure()
         self._closing = self._is_frozen = False  # frozen: the core
         self._ended, self._changed = asyncio.Event(), asyncio.Event()
@@ -417,7 +417,7 @@ class Sidecar:
             if isinstance(call, CallPause):
                 self._lease_writer.begin_pause()
             self._write_lease()
-            if isinstance(call, UPDATE_CALLS):
+            if isinstance(call, CallCommit) or getattr(call, "changes_weights", False):
                 self._lease_writer.require_held()
             result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged

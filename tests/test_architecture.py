@@ -36,7 +36,7 @@ LONG_CLASSES = {
     "Broker": 415,
     "Commands": 388,
     "DpGroups": 251,
-    "EmbeddedEngine": 402,
+    "EmbeddedEngine": 390,
     "EngineCore": 364,
     "EnginePause": 270,
     "EngineRegistry": 353,

@@ -227,22 +227,19 @@ class UpdateStart(Message):
 
 @dataclass(frozen=True, slots=True)
 class WeightChunkMeta(Message):
-    """Trainer to broker to engines: receive one chunk over the transport.
+    """Trainer to broker to engines: receive one chunk of the armed manifest over the transport.
 
     Attributes:
         update_id: the update.
         chunk: the chunk's number, from 0.
-        names, dtypes, shapes: the chunk's tensors, as in the armed manifest.
-        sizes_bytes: how many bytes of each tensor are sent.
+        digest: the digest of the manifest that the chunk is of: in an open update, of all parts
+            that are armed. A chunk with another digest is refused.
         handle: data that only the transport's backend reads, such as where the chunk is.
     """
 
     update_id: UpdateId
     chunk: Count
-    names: TensorNames
-    dtypes: Dtypes
-    shapes: Shapes
-    sizes_bytes: Counts
+    digest: ShortText
     handle: Blob
 
 

@@ -14,6 +14,18 @@ import msgspec
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode, RequestLimits
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Done,
+    Extend,
+    Finish,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    Restore,
+    Start,
+    SwapStaged,
+)
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
@@ -24,28 +36,19 @@ from sidecar.embedded.requests import Delta, Generation, GenerationRequest
 from sidecar.embedded.server import DataPlane
 from sidecar.embedded.update import Updater
 from sidecar.embedded.weights import load_folder
-from sidecar.engine import EngineInfo, require_model
+from sidecar.engine import EngineInfo, require_model, unsupported
 from sidecar.shared_pages.core_status import CoreStatusPage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from bus.manifest import Manifest
-    from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.messages import PauseMode, ProbeResult, SleepLevel
+    from bus.protocol.engine.operations import UpdateOperation
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.qwen3 import Exchange, Qwen3Config
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import (
-        AbandonedPause,
-        Chunk,
-        LeaseOutcome,
-        PauseLease,
-        Staging,
-        StagingCapacity,
-        Target,
-    )
+    from sidecar.engine import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.shared_pages.core_status import CoreStatusView
 
 T = TypeVar("T")
@@ -286,56 +289,51 @@ class EmbeddedEngine:
         """Discards keys and values of all requests; allowed only in a pause."""
         await _answer(self._started().clear_cache())
 
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Connects to the sender; returns 1: a chunk is loaded before the next is received."""
-        await self._transport(lambda: self._update().open_transfer(backend, params, place))
-        return 1
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
-        """Checks whether an update fits the model, and whether it can be staged."""
+    async def perform(self, operation: UpdateOperation) -> Done:
+        """Carries out an operation of an update; a chunk is loaded before the next is received."""
         self._started()
-        require_model(target)
-        return self._update().arm(manifest, staging)
-
-    async def extend(self, part: Manifest) -> None:
-        """Checks further tensors of an update whose manifest is open."""
-        await self._call(partial(self._update().extend, part))
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        """Prepares to load the armed update; ``recover`` discards an unfinished earlier one."""
-        require_model(target)
-        await self._call(partial(self._update().start, recover=recover, staged=staged))
-
-    async def receive(self, chunk: Chunk) -> None:
-        """Receives a chunk's tensors from the transport, without loading them."""
+        require_model(getattr(operation, "target", "model"))
         updater = self._update()
-        await self._transport(
-            partial(updater.receive, chunk), short=updater.is_short(len(chunk.tensors))
-        )
+        match operation:
+            case Open():
+                await self._transport(partial(updater.open_transfer, operation))
+            case ArmManifest(manifest=manifest, staging=staging) if manifest is not None:
+                return Done(room=updater.arm(manifest, staging))
+            case Extend(part=part):
+                await self._call(partial(updater.extend, part))
+            case Start(recover=recover, staged=staged):
+                await self._call(partial(updater.start, recover=recover, staged=staged))
+            case ReceiveChunk(seq=seq):
+                short = updater.is_short(updater.tensors_of(seq))
+                await self._transport(partial(updater.receive, operation), short=short)
+            case LoadChunk():
+                await self._load(operation)
+            case Finish():
+                await self._call(updater.finish)
+            case Restore():
+                await self._call(updater.restore)
+            case SwapStaged(version=version, clear_cache=clears):
+                check, take = (
+                    partial(updater.require_staged, version),
+                    partial(updater.swap, version),
+                )
+                await _answer(self._started().swap(check, take, clear_cache=clears))
+                return Done(in_flight=len(self._generations))
+            case _:
+                raise unsupported(operation)
+        return Done()
 
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+    async def _load(self, chunk: LoadChunk) -> None:
         """Verifies the received chunk, and copies it into the weights or the staged ones."""
         updater = self._update()
-        if sums:
-            short = updater.is_short(updater.received_tensors, verify)
-            await self._transport(lambda: updater.verify(seq, verify, sums), short=short)
-        if updater.staged:
-            await self._transport(lambda: updater.stage(seq))
+        if chunk.sums:
+            short = updater.is_short(len(chunk.sums), chunk.verify)
+            verify = partial(updater.verify, chunk.seq, chunk.verify, chunk.sums)
+            await self._transport(verify, short=short)
+        if chunk.staged:
+            await self._transport(partial(updater.stage, chunk.seq))
         else:
-            await self._call(partial(updater.load, seq))
-
-    async def restore(self, target: Target = "model") -> None:
-        """Ends an update that has not changed the served weights."""
-        require_model(target)
-        await self._call(self._update().restore)
-
-    async def finish_update(self) -> None:
-        """Checks that all chunks are loaded, before the commit."""
-        await self._call(self._update().finish)
+            await self._call(partial(updater.load, chunk.seq))
 
     async def probe(
         self,
@@ -357,13 +355,6 @@ class EmbeddedEngine:
     async def commit(self, version: int) -> None:
         """Makes the engine report the loaded weights as ``version`` from now on."""
         await self._call(partial(self._update().commit, version))
-
-    async def swap(self, version: int, *, clear_cache: bool) -> int:
-        """Replaces the served weights with the staged ones between two steps."""
-        updater = self._update()
-        check, take = partial(updater.require_staged, version), partial(updater.swap, version)
-        await _answer(self._started().swap(check, take, clear_cache=clear_cache))
-        return len(self._generations)
 
     async def call_off(self) -> None:
         """Cancels a swap that waits for peer ranks, unless all have agreed to swap."""

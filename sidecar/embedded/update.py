@@ -50,11 +50,10 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.messages import SleepLevel, Staging, Verify
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.protocol.engine.operations import Open, ReceiveChunk
     from bus.weight_transfer.base import Receiver
     from sidecar.embedded.core import EngineCore
     from sidecar.embedded.model import ModelRunner
-    from sidecar.engine import Chunk
 
 
 class StagedParameters:
@@ -115,9 +114,8 @@ class Updater:
 
     :meth:`open_transfer`, :meth:`receive`, :meth:`verify`, :meth:`stage` and :meth:`close` may wait
     for the sender, or take long. They run outside the core's thread, one at a time. :meth:`arm`
-    runs in any thread, and all other methods run in the core's.
-
-    Every method raises :class:`EngineError` where the module's table has no entry.
+    runs in any thread, and all other methods run in the core's. Every method raises
+    :class:`EngineError` where the module's table has no entry.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -137,12 +135,12 @@ class Updater:
         self._received_seq: int | None = None
         self._received: list[tuple[str, torch.Tensor]] = []
 
-    def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
+    def open_transfer(self, opening: Open) -> None:
         """Connects to the sender of the weights; an open transport is replaced."""
-        receiver = make_receiver(backend)
-        receiver.open(params, place)
+        receiver = make_receiver(opening.backend)
+        receiver.open(opening.params, opening.place)
         self.close()
-        self._backend, self._receiver = backend, receiver
+        self._backend, self._receiver = opening.backend, receiver
 
     def close(self) -> None:
         """Closes the transport, and drops a chunk that was received and not loaded."""
@@ -205,10 +203,10 @@ class Updater:
         self._expected.check(manifest)
         self._manifest = manifest
 
-    def receive(self, chunk: Chunk) -> None:
+    def receive(self, chunk: ReceiveChunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""
         manifest = self._loading("receive")
-        if chunk.seq >= manifest.chunks or chunk.tensors != manifest.chunk(chunk.seq):
+        if chunk.seq >= manifest.chunks:
             raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
         if chunk.seq in self._loaded:
             raise _wrong_state(f"chunk {chunk.seq} is loaded already")
@@ -217,10 +215,11 @@ class Updater:
         if self._receiver is None or chunk.backend != self._backend:
             raise _wrong_state(f"no {chunk.backend} transport is open")
         self._release()
-        self._received = self._receiver.receive(chunk.tensors, chunk.handle)
+        metas = manifest.chunk(chunk.seq)
+        self._received = self._receiver.receive(metas, chunk.handle)
         self._received_seq = chunk.seq
         try:
-            check_delivered(self._backend, chunk.tensors, self._received)
+            check_delivered(self._backend, metas, self._received)
         except EngineError:
             self._release()
             raise
@@ -230,10 +229,10 @@ class Updater:
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
-    @property
-    def received_tensors(self) -> int:
-        """How many tensors the chunk has that is received and not loaded yet."""
-        return len(self._received)
+    def tensors_of(self, seq: int) -> int:
+        """Returns how many tensors a chunk of the current update has."""
+        manifest = self._loading("receive")
+        return len(manifest.names[manifest.part(seq)]) if seq < manifest.chunks else 0
 
     def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
         """Compares the received chunk's checksums with the sender's ``sums``."""

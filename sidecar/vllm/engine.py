@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import anyio
 
 from bus.errors import EngineError
+from bus.protocol.engine.operations import Restore
 from bus.vllm_versions import require_supported, untested_reason
 from sidecar.engine import START_ANSWER_S, EngineInfo, answers_within
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
-from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar.vllm.plugin import worker_rpc
 from sidecar.vllm.plugin.compat import check_backend
 from sidecar.vllm.worker_client import WorkerClient
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from bus.messages import PauseMode, ProbeResult, SleepLevel
+    from bus.protocol.engine.operations import SwapStaged
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.vllm.connection_http import HttpConnection
@@ -198,7 +200,7 @@ class VllmAdapter(WorkerClient):
         ranks' sleep. Staged weights are released first, because a sleep must free their memory.
         """
         if not self._channels.unusable_reason:
-            await self._perform(operations.ReleaseStaging())
+            await self._perform(Restore(staged=True))
         await self._vllm.ask("sleep", {"level": level})
 
     async def wake_weights(self) -> None:
@@ -273,6 +275,5 @@ class VllmAdapter(WorkerClient):
         await self._adapter.settle()
         await self._vllm.set_weight_version(str(version))
 
-    async def swap(self, version: int, *, clear_cache: bool) -> int:
-        """Makes the core swap to the staged weights; returns how many requests the engine has."""
-        return await self._count_during(self.swap_staged(version, clear_cache=clear_cache))
+    async def _swap(self, swap: SwapStaged) -> int:
+        return await self._count_during(super()._swap(swap))

@@ -75,7 +75,7 @@ class StagingChannels:
         except TimeoutError as error:
             raise EngineError(f"a worker has not answered for {_GREET_TIMEOUT_S:.0f} s") from error
 
-    async def perform(self, operation: operations.Operation) -> list[operations.Done]:
+    async def perform(self, operation: operations.WorkerOperation) -> list[operations.Done]:
         """Carries out an operation in every worker; returns their answers, in their order.
 
         Args:

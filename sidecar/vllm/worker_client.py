@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import msgspec
+
 from bus.errors import EngineError
 from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
@@ -23,11 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from bus.manifest import Manifest
-    from bus.messages import Staging, Target, Verify
-    from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk
+    from bus.protocol.engine.operations import UpdateOperation
 
-    Perform: TypeAlias = Callable[[operations.Operation], Awaitable[list[operations.Done]]]
+    Perform: TypeAlias = Callable[[operations.WorkerOperation], Awaitable[list[operations.Done]]]
 
 
 class WorkerConnection(Protocol):
@@ -65,8 +65,8 @@ class WorkerConnection(Protocol):
         """Makes vLLM refuse new requests for a LoRA adapter, if it has one of that name."""
 
 
-class AdapterSteps:
-    """The steps of an update that differ for a LoRA adapter: vLLM's front end knows its name.
+class AdapterFrontEnd:
+    """Keeps vLLM's front end in step with the LoRA adapters in the workers: it knows their names.
 
     Args:
         connection: vLLM.
@@ -83,15 +83,6 @@ class AdapterSteps:
         self.removes = False
         self._connection = connection
         self._perform = perform
-
-    async def load(self) -> None:
-        """Makes vLLM load the adapter, whose last chunk the workers have."""
-        await self._connection.load_adapter(self.name, self.path)
-
-    async def undo(self) -> None:
-        """Undoes the load or the removal, in the workers first."""
-        await self._perform(operations.UndoAdapter(settled=True))
-        await self._connection.undo_adapter(self.name)
 
     async def settle(self) -> None:
         """Marks the load or the removal as being committed, so that a later sidecar keeps it.
@@ -114,33 +105,31 @@ class AdapterSteps:
 
 
 class WorkerClient:
-    """The update half of a vLLM adapter: calls the plugin in one engine's workers.
+    """The update half of a vLLM adapter: carries operations to one engine's workers.
 
-    It has the update's methods of :class:`sidecar.engine.Engine`. Each is one call of vLLM, but
-    loading the last chunk of a LoRA adapter takes two, and loading what was loaded on receipt takes
-    none. The client keeps little state of an update: the workers know whether an update session is
-    open, so a restarted sidecar can recover it.
+    Each operation goes by its carrier, unread, with these exceptions. Of LoRA adapters, vLLM's
+    front end knows the names. Workers of several cores verify a chunk before any of them loads it.
+    A staged update sends as few messages as possible, because each delays steps: a manifest that
+    was armed before is not sent again, and chunks that are received directly into staging memory
+    are reported together, after the last one. The ack of a chunk then means that its sender may
+    reuse its buffer. The ack of the last chunk means that all chunks have arrived and match their
+    checksums.
 
-    A staged update uses the workers' staging channels up to the swap, with as few messages as
-    possible, because each message delays steps. A manifest that was armed before is not sent again.
-    Chunks that are received directly into staging memory are reported together, after the last one.
-    The ack of a chunk then means that its sender may reuse its buffer. The ack of the last chunk
-    means that all chunks have arrived and match their checksums.
+    The client keeps little state of an update: the workers know whether an update session is open,
+    so a restarted sidecar can recover it.
     """
 
     def __init__(self, connection: WorkerConnection) -> None:
         self._connection = connection
         self._caches = CacheControl(connection.ask)
-        self._adapter = AdapterSteps(connection, self._perform)
-        self.drop_adapters = self._adapter.drop_all
-        self._load_comes_with_receive = False
+        self._adapter = AdapterFrontEnd(connection, self._perform)
         self._is_vllms_engine = False
-        self._is_receiving = False  # a staged chunk, over a transport of vLLM's own
+        self._running: UpdateOperation | None = None
         self._staged = False
         self._manifest: Manifest | None = None  # the manifest that was armed last
         self._armed: Manifest | None = None  # the same, if it was for the served model's weights
         self._in_place = False
-        self._sent: list[operations.SentChunk] = []  # not yet reported to the workers
+        self._sent: list[operations.LoadChunk] = []  # staged ones, not yet reported to the workers
         self._channels = StagingChannels()
         self._cannot_stage = ""
         self._is_one_core = True
@@ -171,186 +160,137 @@ class WorkerClient:
         # From here on the staging channels ignore an earlier sidecar.
         with contextlib.suppress(EngineError):  # the channels keep the reason
             await self._channels.open([each.channel for each in workers], cores=cores)
-        await self._perform(operations.ReleaseStaging())
+        await self._perform(operations.Restore(staged=True))
 
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Connects all workers to the sender; returns how many chunks may be received ahead.
-
-        The staging channels are used where they exist, because opening a transport may wait for
-        other engines, and steps must not wait for that. In an engine that was booted with a worker
-        engine of vLLM's own, transports are opened through the core.
-        """
-        opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
-        theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
-        self._adapter.name, self._adapter.removes = "", removes_adapter(backend)
-        by_core = bool(self._channels.unusable_reason) or theirs or self._is_vllms_engine
-        done = await (self._perform if by_core else self._channels.perform)(opened)
-        self._adapter.name, self._load_comes_with_receive = adapter, theirs
-        return min(each.ahead for each in done)
-
-    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
-        """Makes all workers receive over vLLM's own transport, and discard what comes.
-
-        The engine steps on, if its workers have staging channels.
-        """
-        perform = self._perform if self._channels.unusable_reason else self._channels.perform
-        await perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
-        """Checks an update in all workers; returns how much memory staging needs.
+    async def perform(self, operation: UpdateOperation) -> operations.Done:
+        """Carries out an operation in all workers; see :meth:`sidecar.engine.Engine.perform`.
 
         Raises:
-            EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
-                ``staging_refused``; for an adapter also as :meth:`WorkerConnection.check_adapter`.
+            EngineError: also as :meth:`WorkerConnection.check_adapter`.
         """
-        self._caches.require_updatable()
-        if self._adapter.name:
-            await self._connection.check_adapter(self._adapter.name)
-        described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
-        asked = target, manifest.counts, staging
-        flags = manifest.is_cast, manifest.is_open
-        arm = operations.ArmManifest(*described, *asked, *flags)
-        of_model = target == "model" and not self._adapter.name
-        before, self._armed = self._armed, None
-        digest = manifest.digest() if of_model and staging and before == manifest else ""
-        room = await self._arm_for(staging, arm, digest)
-        self._armed = manifest if of_model else None
-        self._manifest = manifest
-        return room if staging is None else require_capacity(staging, room)
-
-    async def extend(self, part: Manifest) -> None:
-        """Checks further tensors in all workers: a lone one's staging channel can, as in arming."""
-        assert self._manifest is not None
-        by_channel = self._staged and len(self._channels) == 1
-        described = part.names, part.dtypes, part.shapes, part.chunk_ends
-        perform = self._channels.perform if by_channel else self._perform
-        await perform(operations.Extend(*described))
-        self._manifest, self._armed = self._manifest.join(part), None
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        """Opens an update session, or allocates staging memory; a LoRA adapter needs neither."""
-        self._staged = staged
-        self._sent.clear()
-        if staged:
-            started = await self._channels.perform(operations.StartStaging())
-            self._in_place = all(each.in_place for each in started)
-        elif not self._adapter.name:
-            await self._perform(operations.Start(target, recover))
-
-    async def receive(self, chunk: Chunk) -> None:
-        """Makes all workers begin to receive a chunk.
-
-        vLLM's own worker engines also load or stage the chunk in this call, and compare no
-        checksums.
-        """
-        armed, seq = self._manifest, chunk.seq
-        if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
-            raise EngineError(
-                f"chunk {seq} is not the armed manifest's",
-                code=NackCode.TRANSFER_FAILED,
-            )
-        self._adapter.path = ADAPTER_PATHS + chunk.update_id
-        receive = operations.ReceiveChunk(seq, chunk.backend, chunk.handle)
-        self._is_receiving = self._staged and self._load_comes_with_receive
+        self._running = operation
         try:
-            await (self._channels.perform if self._staged else self._perform)(receive)
+            return await self._run(operation)
         finally:
-            self._is_receiving = False
+            self._running = None
 
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a received chunk; if it has checksums, all workers first compare them.
-
-        Comparing and loading are one call, unless workers of several cores have to agree in
-        between.
-        """
-        if self._load_comes_with_receive:
-            return
-        if self._staged:
-            self._sent.append(operations.SentChunk(seq, verify, sums))
-            assert self._manifest is not None
-            if not self._in_place or seq + 1 == self._manifest.chunks:
-                sent = tuple(self._sent)
+    async def _run(self, operation: UpdateOperation) -> operations.Done:
+        match operation:
+            case operations.ArmManifest():
+                return operations.Done(room=await self._arm(operation))
+            case operations.SwapStaged():
+                return operations.Done(in_flight=await self._swap(operation))
+            case operations.LoadChunk(staged=True):
+                await self._stage(operation)
+                return operations.Done()
+            case operations.LoadChunk() if operation.sums and not self._is_one_core:
+                verified = operation.seq, operation.verify, operation.sums
+                await self._perform(operations.VerifyChunk(*verified))
+                operation = operations.LoadChunk(operation.seq)
+            case operations.Open(backend=backend):
+                self._adapter.name, self._adapter.removes = "", removes_adapter(backend)
+            case operations.Start(staged=staged):
+                self._staged = staged
                 self._sent.clear()
-                await self._channels.perform(operations.Stage(sent))
-            return
-        if sums and not self._is_one_core:
-            await self._perform(operations.VerifyChunk(seq, verify, sums))
-            verify, sums = "off", ()
-        if self._adapter.name:
-            await self._perform(operations.LoadAdapter(seq, verify, sums))
-            assert self._manifest is not None
-            if seq + 1 == self._manifest.chunks:
-                await self._adapter.load()
-        else:
-            await self._perform(operations.LoadChunk(seq, verify, sums))
+            case operations.ReceiveChunk(update_id=update_id):
+                self._adapter.path = ADAPTER_PATHS + update_id
+        carry = self._channels.perform if self._goes_by_channel(operation) else self._perform
+        done = await carry(operation)
+        await self._on_done(operation, done)
+        return operations.Done(ahead=min(each.ahead for each in done))
 
-    async def restore(self, target: Target = "model") -> None:
-        """Ends an update before it changes served weights; drops what was staged or loaded."""
-        if self._staged:
-            await self._perform(operations.ReleaseStaging())
-        elif self._adapter.name:
-            await self._adapter.undo()
-        else:
-            await self._perform(operations.Restore(target))
+    async def _on_done(self, operation: UpdateOperation, done: list[operations.Done]) -> None:
+        """Records what the workers have done; makes vLLM's front end follow for an adapter."""
+        match operation:
+            case operations.Open(backend=backend):
+                self._adapter.name = adapter_of(backend)
+            case operations.Extend(part=part):
+                assert self._manifest is not None
+                self._manifest, self._armed = self._manifest.join(part), None
+            case operations.Start():
+                self._in_place = all(each.in_place for each in done)
+            case operations.LoadChunk(seq=seq) if self._adapter.name and self._is_last(seq):
+                await self._connection.load_adapter(self._adapter.name, self._adapter.path)
+            case operations.Restore(staged=False) if self._adapter.name:
+                await self._connection.undo_adapter(self._adapter.name)
 
-    async def finish_update(self) -> None:
-        """Post-processes loaded weights, or checks that an update is staged completely."""
-        if self._staged:
-            await self._channels.perform(operations.Seal())
-        elif self._adapter.removes:
-            await self._perform(operations.RemoveAdapter())
-        elif not self._adapter.name:
-            await self._perform(operations.Finish())
+    def _goes_by_channel(self, operation: UpdateOperation) -> bool:
+        """Returns whether the staging channels carry an operation, and not the core.
 
-    async def swap_staged(self, version: int, *, clear_cache: bool) -> None:
-        """Makes the core swap to the staged weights between two steps."""
-        kwargs = {
-            "version": version,
-            "check": operations.encode(operations.CheckReady()),
-            "operation": operations.encode(operations.SwapStaged()),
-            "clear_cache": self._caches.clears(clear_cache),
-        }
-        await self._connection.ask(worker_rpc.SWAP, kwargs)
+        They open transports, because that may wait for other engines, and steps must not wait for
+        it; not in an engine that was booted with a worker engine of vLLM's own. Checking a part is
+        a collective of peer workers, which can't run on the channels.
+        """
+        usable = not self._channels.unusable_reason
+        match operation:
+            case operations.Open(backend=backend):
+                return usable and not (self._is_vllms_engine or is_loaded_on_receipt(backend))
+            case operations.Drain():
+                return usable
+            case operations.Extend():
+                return self._staged and len(self._channels) == 1
+        return operation.carrier == "channel"
+
+    def _is_last(self, seq: int) -> bool:
+        return self._manifest is not None and seq + 1 == self._manifest.chunks
+
+    async def _stage(self, chunk: operations.LoadChunk) -> None:
+        """Stages a chunk; chunks that are received in place are staged with the last one."""
+        self._sent.append(chunk)
+        if not self._in_place or self._is_last(chunk.seq):
+            sent = tuple(self._sent)
+            self._sent.clear()
+            await self._channels.perform(operations.Stage(sent))
+
+    async def _swap(self, swap: operations.SwapStaged) -> int:
+        """Makes the core swap to the staged weights between two steps; returns its requests."""
+        clears = self._caches.clears(swap.clear_cache)
+        swap = msgspec.structs.replace(swap, clear_cache=clears)
+        await self._connection.ask(worker_rpc.SWAP, {"operation": operations.encode(swap)})
+        return 0  # the adapter counts them
 
     async def call_off(self) -> None:
         """Cancels a swap that waits for other ranks, or a staged receive that waits for its sender.
 
         A request of the core interrupts what the staging channels do.
         """
-        if self._is_receiving:
-            await self._perform(operations.ReleaseStaging())
+        if isinstance(self._running, operations.ReceiveChunk):
+            await self._perform(operations.Restore(staged=True))
         else:
             await self._connection.ask(worker_rpc.CALL_OFF, {})
 
-    async def _arm_for(
-        self, staging: Staging | None, arm: operations.ArmManifest, digest: str
-    ) -> StagingCapacity:
-        """Arms an update for a pause, or for staging.
+    async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
+        """Checks an update in all workers; returns how much memory staging needs."""
+        if arm.drops_adapters:
+            await self._adapter.drop_all()
+        self._caches.require_updatable()
+        if self._adapter.name:
+            await self._connection.check_adapter(self._adapter.name)
+        of_model = arm.target == "model" and not self._adapter.name
+        before, self._armed = self._armed, None
+        room = await self._arm_for(arm, known=of_model and before == arm.manifest)
+        self._armed = arm.manifest if of_model else None
+        self._manifest = arm.manifest
+        return room if arm.staging is None else require_capacity(arm.staging, room)
 
-        ``digest`` is the manifest's if the workers armed the same manifest last, else empty.
+    async def _arm_for(self, arm: operations.ArmManifest, *, known: bool) -> StagingCapacity:
+        """Arms an update for a pause, or for staging; ``known``: the workers armed it last.
+
+        Staging channels arm where possible. Checking a manifest is a collective of peer workers,
+        which can't run on the channels.
         """
-        if staging is None:
+        if arm.staging is None:
             await self._perform(arm)
             return StagingCapacity()
         if why_not := self._cannot_stage or self._channels.unusable_reason:
             await self._perform(arm)
             return StagingCapacity(why_not=why_not)
-        if digest:
+        if known:
+            again = msgspec.structs.replace(arm, manifest=None)
             with contextlib.suppress(EngineError):  # workers that need the whole manifest
-                return _room(await self._channels.perform(operations.Rearm(digest, staging)))
-        return await self._arm(arm)
-
-    async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
-        """Arms by the staging channel where possible, else through the core.
-
-        Checking a manifest is a collective of peer workers, which can't run on the staging
-        channels.
-        """
-        if len(self._channels) == 1 and arm.target == "model" and not arm.counts:
+                return _room(await self._channels.perform(again))
+        patches = arm.manifest is not None and arm.manifest.counts
+        if len(self._channels) == 1 and arm.target == "model" and not patches:
             try:
                 return _room(await self._channels.perform(arm))
             except EngineError as error:
@@ -358,7 +298,7 @@ class WorkerClient:
                     raise
         return _room(await self._perform(arm))
 
-    async def _perform(self, operation: operations.Operation) -> list[operations.Done]:
+    async def _perform(self, operation: operations.WorkerOperation) -> list[operations.Done]:
         """Carries out an operation in all workers through the core; returns their answers."""
         asked = {"operation": operations.encode(operation)}
         return worker_rpc.read_done(await self._connection.ask(operations.PERFORM, asked))

@@ -76,7 +76,7 @@ def test_ordinary_gaps_are_those_before_the_update() -> None:
     assert percentile([7], 50) == 7
 
 
-def performing(operation: operations.Operation) -> dict[str, Any]:
+def performing(operation: operations.WorkerOperation) -> dict[str, Any]:
     return {"method": PERFORM, "kwargs": {"operation": operations.encode(operation)}}
 
 
@@ -86,7 +86,7 @@ def performing(operation: operations.Operation) -> dict[str, Any]:
         ("/pause", None, "pause"),
         ("/update_weight_version", {"new_version": "1"}, "commit"),
         ("/resume", None, "resume"),
-        ("/collective_rpc", performing(operations.Start("model", False)), "start"),
+        ("/collective_rpc", performing(operations.Start("model")), "start"),
         (
             "/collective_rpc",
             performing(operations.ReceiveChunk(0, "nccl", b"")),

@@ -15,6 +15,7 @@ import pytest
 
 from bus.errors import ManifestRefused, Refused, UsageError
 from bus.messages import NackCode, Resume
+from bus.protocol.engine.operations import ArmManifest, Done, Open, ReceiveChunk
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.registry import make_receiver, receiver_backends
 from examples.own_backend import register as register_own_backend
@@ -24,6 +25,7 @@ from sidecar.engine import Engine, EngineInfo
 from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
 from tests.support.broker import a_broker
 from tests.support.links import Links
+from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 from trainer_agent.weights.source import meta_of
 
@@ -33,11 +35,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bus.manifest import Manifest
     from bus.messages import Escalation, SleepLevel
     from bus.runtime.broker_server import BrokerServer
-    from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.base import Receiver
-    from sidecar.engine import Chunk
     from trainer_agent.options import How
 
 LEASE_MS = 20_000
@@ -110,26 +111,29 @@ def falsified(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor]
     return broken, "proj"
 
 
-class Taker(StubEngine):
+class Taker(ByStep, StubEngine):
     """Takes every chunk from its transport, as an engine does, and has no weights."""
 
     def __init__(self) -> None:
         self._receiver: Receiver | None = None
+        self._manifest: Manifest | None = None
 
     async def start(self) -> EngineInfo:
         return EngineInfo("stub", "test", "none", 0, 1, 1, receiver_backends(), "")
 
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        self._receiver = receiver = make_receiver(backend)
-        await asyncio.to_thread(receiver.open, params, place)
-        return 1
+    async def on_open(self, opening: Open) -> None:
+        self._receiver = receiver = make_receiver(opening.backend)
+        await asyncio.to_thread(receiver.open, opening.params, opening.place)
 
-    async def arm(self, *_: Any, **__: Any) -> StagingCapacity:
-        return StagingCapacity()
+    async def on_arm(self, arm: ArmManifest) -> Done:
+        self._manifest = arm.manifest
+        return Done(room=StagingCapacity())
 
-    async def receive(self, chunk: Chunk) -> None:
+    async def on_receive(self, chunk: ReceiveChunk) -> None:
         assert self._receiver is not None
-        await asyncio.to_thread(self._receiver.receive, chunk.tensors, chunk.handle)
+        assert self._manifest is not None
+        metas = self._manifest.chunk(chunk.seq)
+        await asyncio.to_thread(self._receiver.receive, metas, chunk.handle)
         self._receiver.release()
 
 

@@ -21,6 +21,7 @@ from bus.manifest import Manifest
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import NO_RANK
 from tests.support.push import Push, plan
+from tests.support.steps import steps
 from trainer_agent import CpuCache
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ class EngineContract:
         push = Push(engine, new, plan(new, MANY_BYTES), workers=under_test.workers)
         await push.begin()
         await push.chunk(0)
-        await engine.finish_update()
+        await steps(engine).finish_update()
         count = watch.count
         for salt in ("u1", "u1", "u2"):
             long, short = await engine.probe(
@@ -402,7 +403,7 @@ class EngineContract:
         push = Push(engine, new, plan(new, MANY_BYTES), workers=under_test.workers)
         await push.begin()
         await push.chunk(0)
-        await engine.finish_update()
+        await steps(engine).finish_update()
         probing = asyncio.create_task(
             engine.probe((PROMPT,) * 2, 16, "u1", mode=under_test.canary, clear_cache=True)
         )
@@ -601,7 +602,7 @@ class EngineContract:
             push = Push(under_test.engine, under_test.weights, manifest)
             await push.open()
             with pytest.raises(EngineError) as refused:
-                await under_test.engine.arm(manifest)
+                await steps(under_test.engine).arm(manifest)
             push.close()
             assert refused.value.code is NackCode.MANIFEST_REFUSED
             assert refused.value.tensor in tensors
@@ -630,7 +631,7 @@ class EngineContract:
             await small.open()
             whole = cut(plan(new, MANY_BYTES), "one")
             with pytest.raises(EngineError, match="has room for") as refused:
-                await under_test.engine.arm(whole)
+                await steps(under_test.engine).arm(whole)
             assert refused.value.code is NackCode.TRANSFER_FAILED
             assert refused.value.tensor in new
             small.close()
@@ -644,7 +645,7 @@ class EngineContract:
         new = under_test.other_weights(14)
         push = Push(under_test.engine, new, plan(new, MANY_BYTES))
         await push.open()
-        await under_test.engine.arm(push.manifest)
+        await steps(under_test.engine).arm(push.manifest)
         push.close()
         result = await request
         assert result.tokens == under_test.reference(
@@ -660,7 +661,7 @@ class EngineContract:
         push = Push(under_test.engine, new, plan(new, MANY_BYTES))
         await under_test.engine.pause("keep", clear_cache=True)
         await push.begin()
-        await under_test.engine.restore()
+        await steps(under_test.engine).restore()
         push.close()
         await under_test.engine.resume()
         result = await under_test.generate(PROMPT, 16)
@@ -691,7 +692,7 @@ class EngineContract:
         assert refused.value.code is NackCode.CHECKSUM_MISMATCH
         assert refused.value.tensor == names[-1]
         assert names[-1] in refused.value.detail
-        await under_test.engine.restore()
+        await steps(under_test.engine).restore()
         push.close()
         await under_test.engine.resume()
         result = await under_test.generate(PROMPT, 8)
@@ -721,14 +722,14 @@ class EngineContract:
     async def test_a_missing_backend_is_named(self, under_test: EngineUnderTest) -> None:
         """Whoever reads the refusal knows which one to install or to choose."""
         with pytest.raises(EngineError, match="pigeons") as refused:
-            await under_test.engine.open_transfer("pigeons", b"", NO_RANK)
+            await steps(under_test.engine).open_transfer("pigeons", b"", NO_RANK)
         assert refused.value.code is NackCode.BACKEND_MISSING
 
     @contract
     async def test_a_draft_that_is_not_there_is_refused(self, under_test: EngineUnderTest) -> None:
         """By its code; what was armed, and what is served, is not touched."""
         with pytest.raises(EngineError, match="no draft model") as refused:
-            await under_test.engine.arm(plan(under_test.weights, MANY_BYTES), "draft")
+            await steps(under_test.engine).arm(plan(under_test.weights, MANY_BYTES), "draft")
         assert refused.value.code is NackCode.DRAFT_MISSING
         result = await under_test.generate(PROMPT, 8)
         assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)

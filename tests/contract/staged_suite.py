@@ -14,7 +14,6 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
-from sidecar.engine import ExtendableEngine
 from tests.contract.engine_suite import (
     LONG_PROMPT,
     MANY_BYTES,
@@ -29,6 +28,7 @@ from tests.contract.engine_suite import (
 )
 from tests.support.oracle import Span, foreign_tokens
 from tests.support.push import Push, parts_of, plan
+from tests.support.steps import steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -196,11 +196,11 @@ class StagedContract:
         before = under_test.version
         request, _ = await running(under_test)
         push = await staged(under_test, under_test.other_weights(46))
-        await under_test.engine.restore()
+        await steps(under_test.engine).restore()
         push.close()
         push = await staged(under_test, under_test.other_weights(47))
-        await under_test.engine.finish_update()
-        await under_test.engine.restore()
+        await steps(under_test.engine).finish_update()
+        await steps(under_test.engine).restore()
         push.close()
         result = await request
         assert result.weight_versions == [(before, 0, under_test.long_tokens)]
@@ -229,7 +229,7 @@ class StagedContract:
         for seq in range(3):
             await push.chunk(seq)
         with pytest.raises(EngineError) as refused:
-            await under_test.engine.swap(under_test.version + 1, clear_cache=False)
+            await steps(under_test.engine).swap(under_test.version + 1, clear_cache=False)
         assert refused.value.code is NackCode.CALLED_OFF
         before = await under_test.generate(PROMPT, 8)
         assert before.tokens == under_test.reference(under_test.weights, PROMPT, 8)
@@ -287,13 +287,13 @@ class StagedContract:
                 await push.chunk(seq)
             await push.part()
             with pytest.raises(EngineError, match="missing") as refused:
-                await under_test.engine.finish_update()
+                await steps(under_test.engine).finish_update()
             assert refused.value.code is NackCode.MANIFEST_REFUSED
             assert refused.value.tensor in lost
             with pytest.raises(EngineError) as called_off:
-                await under_test.engine.swap(before + 1, clear_cache=False)
+                await steps(under_test.engine).swap(before + 1, clear_cache=False)
             assert called_off.value.code is NackCode.CALLED_OFF
-            await under_test.engine.restore()
+            await steps(under_test.engine).restore()
             push.close()
             await watch.reached(watch.count + 2)
             result = await request
@@ -321,10 +321,9 @@ class StagedContract:
         for seq in range(push.manifest.chunks):
             await push.chunk(seq)
         came, unknown = push.manifest.names[0], "model.unknown.weight"
-        assert isinstance(under_test.engine, ExtendableEngine)
         for name in (came, unknown):
             with pytest.raises(EngineError, match=name) as refused:
-                await under_test.engine.extend(plan({name: new[came]}))
+                await steps(under_test.engine).extend(plan({name: new[came]}))
             assert refused.value.code is NackCode.MANIFEST_REFUSED
         while push.rest:
             await push.part()
@@ -354,7 +353,7 @@ class StagedContract:
         with pytest.raises(EngineError) as refused:
             await push.load(0)
         assert (refused.value.code, refused.value.tensor) == (NackCode.CHECKSUM_MISMATCH, name)
-        await under_test.engine.restore()
+        await steps(under_test.engine).restore()
         push.close()
         result = await under_test.generate(PROMPT, 8)
         assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
@@ -366,16 +365,16 @@ class StagedContract:
         push = Push(engine, under_test.weights, manifest, workers=under_test.workers)
         await push.open()
         optional = replace(STAGED, required=False)
-        room = await engine.arm(manifest, staging=optional)
+        room = await steps(engine).arm(manifest, staging=optional)
         assert room.why_not == ""
         assert room.needed_bytes > 0
         small = replace(optional, budget_bytes=room.needed_bytes - 1)
-        assert "may take" in (await engine.arm(manifest, staging=small)).why_not
+        assert "may take" in (await steps(engine).arm(manifest, staging=small)).why_not
         with pytest.raises(EngineError, match="may take") as refused:
-            await engine.arm(manifest, staging=replace(small, required=True))
+            await steps(engine).arm(manifest, staging=replace(small, required=True))
         assert refused.value.code is NackCode.STAGING_REFUSED
         exact = replace(STAGED, budget_bytes=room.needed_bytes)
-        assert (await engine.arm(manifest, staging=exact)).needed_bytes == room.needed_bytes
+        assert (await steps(engine).arm(manifest, staging=exact)).needed_bytes == room.needed_bytes
         push.close()
 
     @contract

@@ -22,7 +22,7 @@ import socket
 import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import click
 import pytest
@@ -56,6 +56,7 @@ from bus.messages import (
 )
 from bus.protocol.core.config import BrokerConfig
 from bus.protocol.dp.watchdog import Health
+from bus.protocol.engine import operations
 from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
 from bus.weight_transfer.allocation import RankAssignment, World
 from bus.weight_transfer.base import Receiver, Sender
@@ -75,7 +76,7 @@ from lab.demo.plan import DemoPlan
 from sidecar import Sidecar
 from sidecar.dp_coordinator.__main__ import coordinator
 from sidecar.embedded import EmbeddedEngine, SamplingParams
-from sidecar.engine import Chunk, Engine, EngineInfo
+from sidecar.engine import Engine, EngineInfo
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint
 from tests.support.log_calls import LogCalls
@@ -121,7 +122,8 @@ CLASSES: list[type] = [
     *(TrainerAgent, SyncTrainerAgent, Canary, CpuCache, UpdateReport, WeightSource),
     *(RolloutClient, SyncRolloutClient, RolloutBuffer),
     *(PauseArguments, UpdateArguments),
-    *(Sidecar, Engine, EngineInfo, Chunk, EmbeddedEngine, SamplingParams, VllmEngine),
+    *(Sidecar, Engine, EngineInfo, EmbeddedEngine, SamplingParams, VllmEngine),
+    *(*get_args(operations.UpdateOperation), operations.Done),
     *(Sender, Receiver, RankAssignment, World, Manifest, TensorMeta),
 ]
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -15,6 +15,15 @@ import torch
 from bus.errors import Refused, UpdateFailed, UsageError
 from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Done,
+    Finish,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    Restore,
+)
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.registry import make_receiver
 from bus.weight_transfer.shm import ShmReceiver
@@ -26,15 +35,15 @@ from sidecar.transfer.lora import IncomingAdapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import an_engine, assert_serve
+from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from bus.manifest import Manifest
-    from bus.messages import EngineView, PauseMode, Staging, Target, Verify
-    from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk, EngineInfo
+    from bus.messages import EngineView, PauseMode
+    from sidecar.engine import EngineInfo
 
 LIMIT_S = 120.0
 NAME = "policy-lora"
@@ -50,7 +59,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-class Collects(StubEngine):
+class Collects(ByStep, StubEngine):
     """Receives as a worker of vLLM does, and has the last adapter in the place of a model.
 
     Attributes:
@@ -88,40 +97,39 @@ class Collects(StubEngine):
     async def close(self) -> None:
         self._receiver.close()
 
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
+    async def on_open(self, opening: Open) -> Done:
+        backend, params = opening.backend, opening.params
         self.opened.append(backend)
         self._incoming, carrier = None, backend
         self._removes = removes_adapter(backend)
         if self._removes:
-            return 1
+            return Done()
         if adapter := adapter_of(backend):
             self._incoming = IncomingAdapter(adapter, params)
             carrier, params = self._incoming.backend, self._incoming.params
         receiver = make_receiver(carrier)
         self._receiver.use(backend, receiver)
-        await asyncio.to_thread(receiver.open, params, place)
-        return receiver.prefetch_depth
+        await asyncio.to_thread(receiver.open, params, opening.place)
+        return Done(ahead=receiver.prefetch_depth)
 
-    async def arm(
-        self,
-        manifest: Manifest,
-        target: Target = "model",  # noqa: ARG002
-        staging: Staging | None = None,  # noqa: ARG002
-    ) -> StagingCapacity:
-        self._manifest, self._before = manifest, self.serves
+    async def on_arm(self, arm: ArmManifest) -> Done:
+        if arm.drops_adapters:
+            self.serves = None
+        self._manifest, self._before = arm.manifest, self.serves
         self._receiver.clear()
         if self._incoming is not None:
             self._incoming.begin()
-        return StagingCapacity(why_not="a stub has no weights")
+        return Done(room=StagingCapacity(why_not="a stub has no weights"))
 
-    async def receive(self, chunk: Chunk) -> None:
+    async def on_receive(self, chunk: ReceiveChunk) -> None:
         assert self._manifest is not None
         chunks = [self._manifest.chunk(seq) for seq in range(self._manifest.chunks)]
         self._receiver.begin(chunk.seq, chunks, chunk.backend, chunk.handle)
 
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+    async def on_load(self, chunk: LoadChunk) -> None:
+        seq = chunk.seq
         received = await asyncio.to_thread(self._receiver.take, seq)
-        check_sums(seq, received, verify, sums)
+        check_sums(seq, received, chunk.verify, chunk.sums)
         if self._incoming is not None:
             self._incoming.add(received)
         self._receiver.release(seq)
@@ -135,16 +143,13 @@ class Collects(StubEngine):
             [value] = {float(value) for tensor in whole.values() for value in tensor.flatten()}
             self.serves = value
 
-    async def finish_update(self) -> None:
+    async def on_finish(self, _finish: Finish) -> None:
         if self._removes:
             self.serves = None
             if self.fails:
                 raise RuntimeError("half of the workers")
 
-    async def drop_adapters(self) -> None:
-        self.serves = None
-
-    async def restore(self, target: Target = "model") -> None:  # noqa: ARG002
+    async def on_restore(self, _restore: Restore) -> None:
         self.serves = self._before
         self.restored.set()
 

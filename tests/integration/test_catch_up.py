@@ -31,6 +31,7 @@ from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus
 from tests.support.serving import an_engine, assert_serve
+from tests.support.steps import ByStep
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 
 if TYPE_CHECKING:
@@ -39,11 +40,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bus.manifest import Manifest
-    from bus.messages import Staging, Target
+    from bus.protocol.engine.operations import ArmManifest, Done
     from bus.protocol.group.group import Group
     from bus.runtime.broker_server import BrokerServer
-    from bus.weight_transfer.allocation import StagingCapacity
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -261,7 +260,7 @@ def test_all_that_a_broken_update_has_quarantined_come_back_alone(bus: Bus) -> N
     run(scenario())
 
 
-class Slow(StubEngine):
+class Slow(ByStep, StubEngine):
     """Its check of a manifest waits for ``may_arm``; with ``refuses``, it never takes one."""
 
     def __init__(self, *, refuses: bool = False) -> None:
@@ -271,14 +270,12 @@ class Slow(StubEngine):
         self.may_arm.set()
         self.committed: list[int] = []
 
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
+    async def on_arm(self, arm: ArmManifest) -> Done:
         self.arming.set()
         await self.may_arm.wait()
         if self.refuses:
             raise EngineError("it takes none", code=NackCode.MANIFEST_REFUSED)
-        return await super().arm(manifest, target, staging)
+        return await self.proceed(arm)
 
     async def commit(self, version: int) -> None:
         self.committed.append(version)

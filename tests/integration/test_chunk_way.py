@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from bus.manifest import Chunk
 from bus.messages import Envelope, WeightChunkMeta
 from bus.protocol.core.effects import Send
 from bus.protocol.core.instructions import Ask
 from bus.protocol.engine.calls import Job
+from bus.protocol.engine.operations import ReceiveChunk
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from tests.support.broker import a_broker
@@ -26,17 +26,24 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bus", "sidecar", "trainer_agent", "lab")
+PACKAGES = ("bus/", "sidecar/", "trainer_agent/", "lab/")
 KIND = "WEIGHT_CHUNK_META"
 LIMIT_S = 60.0
 
 
 class Passed:
-    """While in its block, records the files whose functions get a chunk's announcement."""
+    """While in its block, records which files a chunk's announcement passes.
+
+    Attributes:
+        files: those with a function that gets the announcement as an argument.
+        touched: those with any function that runs within such a call.
+    """
 
     def __init__(self) -> None:
         self.files: set[str] = set()
+        self.touched: set[str] = set()
         self._handles: set[bytes] = set()
+        self._here = threading.local()  # its `depth`: how many calls within the outermost such call
 
     def __enter__(self) -> Self:
         threading.setprofile(self._on_event)
@@ -48,23 +55,33 @@ class Passed:
         threading.setprofile(None)
 
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        file = Path(code.co_filename)
-        if event != "call" or not file.is_relative_to(ROOT):
+        depth = getattr(self._here, "depth", 0)
+        if event == "return" and depth:
+            self._here.depth = depth - 1
+        if event != "call":
             return
-        shown = file.relative_to(ROOT)
-        if shown.parts[0] in PACKAGES:
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            values = frame.f_locals
-            if any(self._carries(values.get(name)) for name in names if name != "self"):
-                self.files.add(str(shown))
+        file = Path(frame.f_code.co_filename)
+        shown = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else ""
+        ours = shown.startswith(PACKAGES)
+        if ours and self._gets_it(frame):
+            self.files.add(shown)
+        elif not depth:
+            return
+        self._here.depth = depth + 1
+        if ours:
+            self.touched.add(shown)
+
+    def _gets_it(self, frame: FrameType) -> bool:
+        code, values = frame.f_code, frame.f_locals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return any(self._carries(values.get(name)) for name in names if name != "self")
 
     def _carries(self, value: Any) -> bool:
         match value:
             case _FilledChunk(handle=handle):
                 self._handles.add(handle)
                 return True
-            case WeightChunkMeta() | Chunk():
+            case WeightChunkMeta() | ReceiveChunk():
                 return True
             case Envelope(kind=kind):
                 return bool(kind == KIND)
@@ -95,7 +112,7 @@ def test_the_page_lists_the_files_that_a_chunk_passes(tmp_path: Path) -> None:
     """From a trainer to an embedded engine, in one process."""
     checkpoint = make_checkpoint(tmp_path, seed=1)
 
-    async def scenario() -> set[str]:
+    async def scenario() -> Passed:
         async with (
             a_broker() as (_, address),
             Sidecar(EmbeddedEngine(checkpoint.folder, host=None), broker=address),
@@ -104,9 +121,10 @@ def test_the_page_lists_the_files_that_a_chunk_passes(tmp_path: Path) -> None:
             await agent.wait_for_engines(1)
             with Passed() as passed:
                 await agent.update_weights(checkpoint.weights, how="paused")
-        return passed.files
+        return passed
 
-    passed = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    found = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    passed = found.files
     receiver = {file for file in passed if file.startswith("bus/weight_transfer/")}
     assert receiver
     rows = page().splitlines()
@@ -115,6 +133,8 @@ def test_the_page_lists_the_files_that_a_chunk_passes(tmp_path: Path) -> None:
     assert passed - receiver == way | files_in([embedded])
     assert f"These are {len(way)} files." in page()
     assert embedded.endswith(f"| {len(way | files_in([embedded])) + 1} |")
+    [touched] = re.findall(r"code of (\d+) files runs", page())
+    assert int(touched) - 3 <= len(found.touched) <= int(touched), sorted(found.touched)
 
 
 def test_no_way_is_longer_than_30_files() -> None:

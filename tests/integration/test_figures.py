@@ -17,6 +17,7 @@ from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.dp_engine import GroupEngine
 from tests.support.dp_group import DpGroup, bounded, coordinated, steady
 from tests.support.push import Push
+from tests.support.steps import steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +49,7 @@ def test_a_pause_in_one_phase_deadlocks(tmp_path: Path, checkpoint: Checkpoint) 
             await group.all("pause", mode="keep", clear_cache=True)
             push = Push(GroupEngine(group), new)
             await push.open()
-            await push.engine.arm(push.manifest)
+            await steps(push.engine).arm(push.manifest)
             started = [rank.begin("start_update", recover=False) for rank in group.ranks]
             await started[1]
             coordinator.start(0)

@@ -20,13 +20,15 @@ from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate, held_pause
 from tests.support.broker import a_broker
 from tests.support.keys import KeyFolder
+from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
     from pathlib import Path
 
-    from bus.messages import LeasePosition, LeaseVote, Target, Verify
+    from bus.messages import LeasePosition, LeaseVote
+    from bus.protocol.engine.operations import LoadChunk, Restore
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -40,7 +42,7 @@ FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=4000, retry_ms=100)
 LEASE_MS = 8000
 
 
-class Rank(StubEngine):
+class Rank(ByStep, StubEngine):
     """One of two, which tells what it is asked to do. Its load of a chunk waits for ``may_load``;
     one that ``fails`` then finds that the chunk never came."""
 
@@ -61,17 +63,17 @@ class Rank(StubEngine):
     async def resume(self) -> None:
         self.resumed.set()
 
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+    async def on_load(self, chunk: LoadChunk) -> None:
         self.loading.set()
         await self.may_load.wait()
         if self.fails:
             raise EngineError("it never came", code=NackCode.TRANSFER_FAILED)
-        await super().load(seq, verify, sums)
+        await self.proceed(chunk)
 
-    async def restore(self, target: Target = "model") -> None:
+    async def on_restore(self, restore: Restore) -> None:
         self.restoring.set()
         await self.may_restore.wait()
-        await super().restore(target)
+        await self.proceed(restore)
 
     async def abort_requests(self) -> int:
         self.aborted.set()

@@ -21,6 +21,7 @@ from sidecar import Sidecar
 from sidecar.shared_pages import core_status
 from tests.support.broker import a_broker
 from tests.support.procs import ROOT, Proc
+from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 from trainer_agent.weights.source import PairSource
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from bus.messages import PauseMode, Target
-    from sidecar.engine import Staging, StagingCapacity
+    from bus.messages import PauseMode
+    from bus.protocol.engine.operations import ArmManifest, Done, Start
 
 TIMEOUT_S = 60.0
 WEIGHTS = {str(number): torch.zeros(4) for number in range(8)}
@@ -42,7 +43,7 @@ QUICK = BrokerConfig(
 SCRIPT = str(ROOT / "tests/support/stands_still.py")
 
 
-class Held(StubEngine):
+class Held(ByStep, StubEngine):
     """The call named ``held`` returns when it is let go."""
 
     def __init__(self, held: str = "") -> None:
@@ -55,19 +56,11 @@ class Held(StubEngine):
         if name == self.held:
             await self.go_on.wait()
 
-    async def arm(
-        self, manifest: object, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
+    async def on_arm(self, arm: ArmManifest) -> Done:
         await self._call("arm")
-        return await super().arm(manifest, target, staging)
+        return await self.proceed(arm)
 
-    async def start_update(
-        self,
-        *,
-        recover: bool,  # noqa: ARG002
-        target: Target = "model",  # noqa: ARG002
-        staged: bool = False,  # noqa: ARG002
-    ) -> None:
+    async def on_start(self, _start: Start) -> None:
         await self._call("start")
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002

@@ -11,17 +11,27 @@ import torch
 
 from bus.errors import EngineError, Refused, UpdateFailed, UsageError
 from bus.messages import Abort, NackCode
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Done,
+    Finish,
+    LoadChunk,
+    Restore,
+    Start,
+    SwapStaged,
+)
 from bus.weight_transfer.allocation import StagingCapacity
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
+from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.messages import PauseMode, PdRole, SleepLevel, Target, Verify
+    from bus.messages import PauseMode, PdRole, SleepLevel
 
 TIMEOUT_S = 120.0
 ROLES: tuple[PdRole, PdRole] = ("prefill", "decode")
@@ -53,7 +63,7 @@ class Broken(StubEngine):
         return 0
 
 
-class Waiting(StubEngine):
+class Waiting(ByStep, StubEngine):
     """Its swap waits for peer ranks that never come; the first word that calls it off is lost."""
 
     def __init__(self) -> None:
@@ -61,14 +71,13 @@ class Waiting(StubEngine):
         self.called_off = 0
         self._heard = asyncio.Event()
 
-    async def arm(self, *_: object) -> StagingCapacity:
-        return StagingCapacity(needed_bytes=1)
+    async def on_arm(self, _arm: ArmManifest) -> Done:
+        return Done(room=StagingCapacity(needed_bytes=1))
 
-    async def swap(self, version: int, *, clear_cache: bool) -> int:  # noqa: ARG002
+    async def on_swap(self, _swap: SwapStaged) -> None:
         self.swaps.set()
         await self._heard.wait()
         raise EngineError("called off", code=NackCode.CALLED_OFF)
-        return 0
 
     async def call_off(self) -> None:
         self.called_off += 1
@@ -283,22 +292,16 @@ class Held(Sleeper):
         await self._call("pause")
         return 0
 
-    async def start_update(
-        self,
-        *,
-        recover: bool,
-        target: Target = "model",  # noqa: ARG002
-        staged: bool = False,  # noqa: ARG002
-    ) -> None:
-        await self._call("recover" if recover else "start")
+    async def on_start(self, start: Start) -> None:
+        await self._call("recover" if start.recover else "start")
 
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:  # noqa: ARG002
+    async def on_load(self, _chunk: LoadChunk) -> None:
         await self._call("load")
 
-    async def restore(self, target: Target = "model") -> None:  # noqa: ARG002
+    async def on_restore(self, _restore: Restore) -> None:
         await self._call("restore")
 
-    async def finish_update(self) -> None:
+    async def on_finish(self, _finish: Finish) -> None:
         await self._call("finish")
 
     async def commit(self, version: int) -> None:  # noqa: ARG002
@@ -335,7 +338,7 @@ def test_an_update_that_is_cancelled_is_undone_first(held: str) -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
-class Finishing(StubEngine):
+class Finishing(ByStep, StubEngine):
     """Fails to finish, as often as it is told."""
 
     def __init__(self, failures: int) -> None:
@@ -345,7 +348,7 @@ class Finishing(StubEngine):
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - the engine's
         self.open = open
 
-    async def finish_update(self) -> None:
+    async def on_finish(self, _finish: Finish) -> None:
         if self.failures:
             self.failures -= 1
             raise EngineError("it can't")

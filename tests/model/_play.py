@@ -28,19 +28,21 @@ from bus.messages import (
 from bus.protocol.core.link import LinkState
 from bus.protocol.engine.calls import (
     Call,
-    CallArm,
     CallCommit,
-    CallExtend,
-    CallFinish,
-    CallLoad,
-    CallOpenTransfer,
     CallPause,
-    CallReceive,
-    CallRestore,
     CallResume,
     CallSleep,
-    CallStart,
     CallWakeWeights,
+)
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Extend,
+    Finish,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    Restore,
+    Start,
 )
 from tests.sim.engine import TENSORS, Behaviour, SimEngine
 from tests.sim.memory_network import Faults
@@ -71,15 +73,15 @@ S = TypeVar("S", bound=Schedulable)
 
 CALLS: Final[tuple[type[Call], ...]] = (
     CallPause,
-    CallLoad,
-    CallReceive,
-    CallArm,
-    CallStart,
-    CallFinish,
+    LoadChunk,
+    ReceiveChunk,
+    ArmManifest,
+    Start,
+    Finish,
     CallCommit,
     CallResume,
-    CallOpenTransfer,
-    CallRestore,
+    Open,
+    Restore,
     CallSleep,
     CallWakeWeights,
 )
@@ -316,9 +318,9 @@ class Play:
             further = further[:1]
             self.reach["a part missing"] += 1
         elif index == 3 and engine is not None:
-            engine.behaviour.fail_next.add(CallExtend)
+            engine.behaviour.fail_next.add(Extend)
         elif index == 4 and engine is not None:
-            engine.behaviour.slow_ms[CallExtend] = 700.0
+            engine.behaviour.slow_ms[Extend] = 700.0
         script = self.trainer.update(
             self.payload, tensors=first, parts=further, think_ms=20.0, verify=self.verify
         )
@@ -335,17 +337,17 @@ class Play:
     def fail_draft_load(self, engine: SimEngine | None, _index: int) -> None:
         """The next load, of a draft, fails on one engine."""
         if engine is not None:
-            engine.behaviour.fail_next.add(CallLoad)
+            engine.behaviour.fail_next.add(LoadChunk)
             self.update_draft(None, 0)
 
     def fail_load(self, engine: SimEngine | None, _index: int) -> None:
         """The next load fails on one engine, while its peer ranks have yet to receive the chunk."""
         if engine is None:
             return
-        engine.behaviour.fail_next.add(CallLoad)
+        engine.behaviour.fail_next.add(LoadChunk)
         for peer in self.world.live_engines:
             if peer.dp_group == engine.dp_group and peer is not engine:
-                peer.behaviour.slow_ms[CallReceive] = 500.0
+                peer.behaviour.slow_ms[ReceiveChunk] = 500.0
         self.update(None, 0)
 
     def hasty(self, _engine: SimEngine | None, _index: int) -> None:

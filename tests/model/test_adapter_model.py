@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.protocol.engine.calls import CallFinish, CallRestore
+from bus.protocol.engine.operations import Finish, Restore
 from tests.model._play import Play, Schedule, play_all, reached, schedules
 from tests.sim.ground_truth import InvariantViolation
 
@@ -42,7 +42,7 @@ class Removes(Play):
         super().__init__(schedule, reach)
         for engine in self.world.engines.values():
             engine.truth.adapters = set(NAMES)
-            engine.behaviour.fail_rate.pop(CallRestore, None)
+            engine.behaviour.fail_rate.pop(Restore, None)
         self.world.checks.append(self.check)
 
     def remove(self, _engine: SimEngine | None, index: int) -> None:
@@ -52,7 +52,7 @@ class Removes(Play):
     def fail_removal(self, engine: SimEngine | None, index: int) -> None:
         """One engine fails it, after it has removed the adapter in some of its workers."""
         if engine is not None:
-            engine.behaviour.fail_next.add(CallFinish)
+            engine.behaviour.fail_next.add(Finish)
             self.remove(None, index)
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from bus.messages import Nack, NackCode, Staging
-from bus.protocol.engine.calls import CallOpenTransfer
+from bus.protocol.engine.operations import Open
 from tests.model._play import Play, Schedule, play_all, reached, schedules
 
 if TYPE_CHECKING:
@@ -95,12 +95,12 @@ class TransferPlay(Play):
     def slow_opening(self, engine: SimEngine | None, index: int) -> None:
         """An engine takes longer to open its end than the broker waits for that, or nearly."""
         if engine is not None:
-            engine.behaviour.slow_ms[CallOpenTransfer] = 25_000.0 if index % 2 else 1500.0
+            engine.behaviour.slow_ms[Open] = 25_000.0 if index % 2 else 1500.0
 
     def end(self) -> None:
         for engine in self.world.engines.values():
             engine.behaviour.slow_ms.clear()
-            openings = [each for each in engine.calls if isinstance(each, CallOpenTransfer)]
+            openings = [each for each in engine.calls if isinstance(each, Open)]
             for before, after in pairwise(openings):
                 boots = {each.params.partition(b"-")[0] for each in (before, after)}
                 whose = "the same trainer's" if len(boots) == 1 else "another trainer's"

@@ -36,20 +36,23 @@ from bus.protocol.core.link import LinkConfig, LinkState
 from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
-    CallArm,
     CallCancel,
     CallEscalate,
-    CallLoad,
-    CallOpenTransfer,
     CallPause,
     CallProbe,
-    CallReceive,
     CallResult,
     CallResume,
     CallStrengthenPause,
-    CallSwap,
     SendToPeers,
     SessionEffect,
+)
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Done,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    SwapStaged,
 )
 from bus.protocol.engine.session import EngineSession
 from bus.runtime.peer import PeerClient, route_of
@@ -211,7 +214,7 @@ class SimEngine:
         """Calls of this kind are not held any more; one that was, returns now."""
         self.behaviour.hold.discard(kind)
         call = self.running_call
-        if isinstance(call, CallSwap) and issubclass(kind, CallSwap) and self._timer is None:
+        if isinstance(call, SwapStaged) and issubclass(kind, SwapStaged) and self._timer is None:
             self._confer(call)
         elif isinstance(call, kind) and self._timer is None:
             self._timer = self._scheduler.call_at(
@@ -290,9 +293,9 @@ class SimEngine:
         self.truth.sent[message.chunk] = bool(message.sums)
         if message.chunk < update._chunks.applied:
             self.met["sent, already applied"] += 1
-        elif isinstance(call, CallReceive) and call.seq == message.chunk:
+        elif isinstance(call, ReceiveChunk) and call.seq == message.chunk:
             self.met["sent while it is received"] += 1
-        elif isinstance(call, CallLoad) and call.seq == message.chunk:
+        elif isinstance(call, LoadChunk) and call.seq == message.chunk:
             self.met["sent again while it is loaded"] += 1
         elif call is None and message.chunk in self.truth.staged:
             self.met["sent after it is received"] += 1
@@ -349,7 +352,7 @@ class SimEngine:
         self.calls.append(call)
         self.truth.begin(call)
         self.running_call = call
-        if isinstance(call, CallSwap):
+        if isinstance(call, SwapStaged):
             self.swapped = False
             self.swap_cancelled = self._injected_failure(call) is not None
         if isinstance(call, CallPause):
@@ -359,7 +362,7 @@ class SimEngine:
         if type(call) in behaviour.hold:
             self._timer = None
             return
-        if isinstance(call, CallSwap) and not self.swap_cancelled:
+        if isinstance(call, SwapStaged) and not self.swap_cancelled:
             self._confer(call)
         else:
             self._return_soon(call)
@@ -380,12 +383,12 @@ class SimEngine:
     @property
     def can_swap(self) -> bool:
         """Whether it waits for the others at the step that they all are at."""
-        waits = isinstance(self.running_call, CallSwap) and not (
+        waits = isinstance(self.running_call, SwapStaged) and not (
             self.swapped or self.swap_cancelled
         )
         return waits and self.alive and self.truth.running and not self.process.stopped
 
-    def _confer(self, call: CallSwap) -> None:
+    def _confer(self, call: SwapStaged) -> None:
         """Where the ranks of a DP group do, all swap as soon as all are ready. An engine alone asks
         nobody."""
         if self.running_call is not call or self.swapped or self.swap_cancelled:
@@ -405,7 +408,7 @@ class SimEngine:
     def swap(self, version: int) -> None:
         """All ranks are ready: now."""
         call = self.running_call
-        assert isinstance(call, CallSwap)
+        assert isinstance(call, SwapStaged)
         self.truth.swap(version)
         self.swapped = True
         self._return_soon(call)
@@ -413,7 +416,7 @@ class SimEngine:
     def _cancel_swap(self) -> None:
         """A swap that is not made yet fails; nothing has changed."""
         call = self.running_call
-        if isinstance(call, CallSwap) and not (self.swapped or self.swap_cancelled):
+        if isinstance(call, SwapStaged) and not (self.swapped or self.swap_cancelled):
             self.swap_cancelled = True
             self._return_soon(call)
 
@@ -445,7 +448,7 @@ class SimEngine:
         self.returned_ms = self._scheduler.now_ms()
         error = self.truth.refusal(call)
         self.swapped = False
-        if isinstance(call, CallSwap):
+        if isinstance(call, SwapStaged):
             cancelled = EngineError("it was called off", code=NackCode.CALLED_OFF)
             error = cancelled if self.swap_cancelled else None
         elif error is None:
@@ -458,17 +461,21 @@ class SimEngine:
             self._perform(self.session.on_call_failed(call, failure, now_ms))
             return
         result: CallResult = None
-        if isinstance(call, CallPause | CallStrengthenPause | CallSwap):
+        if isinstance(call, CallPause | CallStrengthenPause):
             result = self.truth.in_flight
-        elif isinstance(call, CallOpenTransfer):
-            result = self.truth.prefetch_depth = self.behaviour.prefetch_depth
-        elif isinstance(call, CallArm) and call.staging is not None:
-            result = StagingCapacity(16, "" if self.behaviour.stages else "no room")
+        elif isinstance(call, SwapStaged):
+            result = Done(in_flight=self.truth.in_flight)
+        elif isinstance(call, Open):
+            self.truth.prefetch_depth = self.behaviour.prefetch_depth
+            result = Done(ahead=self.truth.prefetch_depth)
+        elif isinstance(call, ArmManifest) and call.staging is not None:
+            room = StagingCapacity(16, "" if self.behaviour.stages else "no room")
+            result = Done(room=room)
         elif isinstance(call, CallProbe):
             twisted, self.behaviour.twist_next = self.behaviour.twist_next, False
             result = self.truth.probe(twisted=twisted)
         self.truth.end(call)
-        if isinstance(call, CallReceive) and self.behaviour.garble_next:
+        if isinstance(call, ReceiveChunk) and self.behaviour.garble_next:
             self.behaviour.garble_next = False
             self.truth.garble()
         if isinstance(call, CallResume):

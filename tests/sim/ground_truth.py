@@ -21,22 +21,24 @@ from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
     CallAdmit,
-    CallArm,
     CallCommit,
-    CallExtend,
-    CallFinish,
-    CallLoad,
-    CallOpenTransfer,
     CallPause,
     CallProbe,
-    CallReceive,
-    CallRestore,
     CallResume,
     CallSleep,
-    CallStart,
     CallStrengthenPause,
-    CallSwap,
     CallWakeWeights,
+)
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Extend,
+    Finish,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    Restore,
+    Start,
+    SwapStaged,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class GroundTruth:
         self.resumes = 0
         self.commits: list[int] = []
         self.aborted_requests = 0
-        self.transfer: CallOpenTransfer | None = None
+        self.transfer: Open | None = None
         self.sent: dict[int, bool] = {}  # chunks that have left, and whether to verify them
         self._target: Target = "model"  # of the update, from its ARM on
         self._staged_weights: dict[str, int] | None = (
@@ -159,7 +161,7 @@ class GroundTruth:
             case CallResume(asleep, opens):
                 self._check_admission(opens=opens)
                 self._begin_resume(asleep=asleep)
-            case CallOpenTransfer() | CallAbortRequests():
+            case Open() | CallAbortRequests():
                 pass
             case CallAdmit():
                 if self.version < self.group_version or self.is_mixed or self.broken:
@@ -169,13 +171,14 @@ class GroundTruth:
 
     def _begin_of_update(self, call: Call) -> None:
         match call:
-            case CallArm(manifest):
+            case ArmManifest(manifest=manifest):
+                assert manifest is not None
                 self._check_manifest(manifest)
-            case CallExtend():
+            case Extend():
                 known = self.manifest
                 if known is None or not known.is_open or len(self.loaded) != known.chunks:
                     self._refuse(f"{known} is extended with chunks {self.loaded}")
-            case CallStart(recover, target, staged):
+            case Start(target=target, recover=recover, staged=staged):
                 if not staged:
                     self._require_weights("an update is started")
                 elif self.broken or "weights" in self.asleep:
@@ -184,16 +187,16 @@ class GroundTruth:
                     self._refuse(f"an update of the {target} starts, armed is the {self._target}")
                 if recover is not bool(self.broken):
                     self._refuse(f"start_update(recover={recover}), but broken is {self.broken}")
-            case CallReceive():
+            case ReceiveChunk():
                 self._receive(call)
-            case CallLoad():
+            case LoadChunk():
                 self._begin_load(call)
-            case CallRestore() if self._staged_weights is not None:
+            case Restore() if self._staged_weights is not None:
                 pass
-            case CallRestore(target):
+            case Restore(target):
                 if self._load_begun or target != self._target:
                     self._refuse("restored after a load: the old weights are gone")
-            case CallFinish():
+            case Finish():
                 self._require_target("an update is finished")
                 if self.manifest is None or len(self.loaded) != self.manifest.chunks:
                     self._refuse(f"finished with chunks {self.loaded}")
@@ -203,14 +206,14 @@ class GroundTruth:
                     self._refuse("probed before it was finished")
             case CallCommit(version):
                 self._begin_commit(version)
-            case CallSwap(version):
+            case SwapStaged(version):
                 if len(set((self._staged_weights or {}).values())) > 1:
                     self._refuse(f"swaps in mixed weights {self._staged_weights}")
                 if self._staged_weights is None or not self._finished or version <= self.version:
                     self._refuse(f"swaps to {version}, staged is {self._staged_weights}")
 
     def swap(self, version: int) -> None:
-        """Between two steps, at any time of a :class:`CallSwap`."""
+        """Between two steps, at any time of a :class:`SwapStaged`."""
         assert self._staged_weights is not None
         self.models[self._target] = dict(self._staged_weights)
         self._serve(version)
@@ -256,24 +259,24 @@ class GroundTruth:
                 self.asleep.clear()
                 self.to_clear = False  # a pause beside a peer rank's is asked to drop nothing
                 self.resumes += 1
-            case CallOpenTransfer():
+            case Open():
                 self.transfer = call
-            case CallArm():
+            case ArmManifest():
                 self._arm(call)
-            case CallExtend(part):
+            case Extend(part):
                 assert self.manifest is not None
                 self.manifest = self.manifest.join(part)
-            case CallStart(target=target, staged=staged):
+            case Start(target=target, staged=staged):
                 self._start(target, staged=staged)
                 self._finished = self._load_begun = self.twisted = False
                 self.sent = {}
-            case CallReceive() | CallLoad():
+            case ReceiveChunk() | LoadChunk():
                 self._end_chunk(call)
-            case CallRestore():
+            case Restore():
                 self._started = False
                 self._staged_weights = None
                 self._restore_adapter()
-            case CallFinish():
+            case Finish():
                 self._finished = True
                 self._remove_adapter()
             case CallCommit(version):
@@ -296,20 +299,20 @@ class GroundTruth:
                 self.idle = True
                 if self.asleep:
                     self.asleep = {"weights", "cache"}
-            case CallStart(target=target, staged=staged):
+            case Start(target=target, staged=staged):
                 self._load_begun = not (staged or self._adapter)  # half started
                 self._start(target, staged=staged)
-            case CallReceive() | CallLoad():
+            case ReceiveChunk() | LoadChunk():
                 self.staged.clear()
             case CallProbe():
                 self.unconfirmed = True
-            case CallRestore() if self._staged_weights is not None:
+            case Restore() if self._staged_weights is not None:
                 self._started, self._staged_weights = False, None
-            case CallRestore():
+            case Restore():
                 self._break_off()
             case CallAbortRequests() if self._load_begun:
                 self._break_off()
-            case CallOpenTransfer():
+            case Open():
                 self.transfer = None
             case _:
                 pass
@@ -338,9 +341,10 @@ class GroundTruth:
 
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
-        weights = self.models[call.target if isinstance(call, CallArm) else self._target]
-        if isinstance(call, CallArm | CallExtend):
-            named = call.manifest.names if isinstance(call, CallArm) else call.part.names
+        weights = self.models[call.target if isinstance(call, ArmManifest) else self._target]
+        if isinstance(call, ArmManifest | Extend):
+            told = call.manifest if isinstance(call, ArmManifest) else call.part
+            named = () if told is None else told.names
             unknown = [name for name in named if name not in weights]
             if unknown:
                 return EngineError(
@@ -348,23 +352,24 @@ class GroundTruth:
                     code=NackCode.MANIFEST_REFUSED,
                     tensor=unknown[0],
                 )
-        whole = self.manifest if isinstance(call, CallFinish) else None
+        whole = self.manifest if isinstance(call, Finish) else None
         whole = whole if whole and whole.names else None  # a removal has none
-        if isinstance(call, CallArm) and not call.manifest.is_open and call.manifest.names:
-            whole = call.manifest
+        armed = call.manifest if isinstance(call, ArmManifest) else None
+        if armed is not None and not armed.is_open and armed.names:
+            whole = armed
         missing = [name for name in weights if whole is not None and name not in whole.names]
         if missing:
             return EngineError(
                 "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
             )
-        if isinstance(call, CallLoad) and (wrong := self._mismatched(call)):
+        if isinstance(call, LoadChunk) and (wrong := self._mismatched(call)):
             code = NackCode.CHECKSUM_MISMATCH
             return EngineError("not what was sent", code=code, tensor=wrong[0])
         return None
 
     # -- inside ---------------------------------------------------------------
 
-    def _arm(self, call: CallArm) -> None:
+    def _arm(self, call: ArmManifest) -> None:
         self.manifest, self._target = call.manifest, call.target
         if call.drops_adapters:
             self.adapters.clear()
@@ -402,7 +407,7 @@ class GroundTruth:
         self._started = self._finished = self._load_begun = False
         self._staged_weights = None
 
-    def _receive(self, call: CallReceive) -> None:
+    def _receive(self, call: ReceiveChunk) -> None:
         self._require_target("a chunk is received")
         if not self._started or self.manifest is None:
             self._refuse("a chunk comes before the start")
@@ -410,13 +415,15 @@ class GroundTruth:
             self._refuse(f"chunk {call.seq} is received after {self.loaded}, {self.staged}")
         elif len(self.staged) >= self.prefetch_depth:
             self._refuse(f"chunk {call.seq} is received ahead of {sorted(self.staged)}")
-        elif call.tensors != self.manifest.chunk(call.seq):
+        elif call.seq >= self.manifest.chunks:
             self._refuse(f"chunk {call.seq} is not the one of the manifest")
+        elif call.staged is not (self._staged_weights is not None):
+            self._refuse(f"{call} is received elsewhere than the update was started")
         sender, opened = call.handle.partition(b" ")[2], self.transfer
         if sender and (opened is None or opened.params != sender):
             self._refuse(f"chunk {call.seq} of sender {sender!r} is read over {opened}")
 
-    def _mismatched(self, call: CallLoad) -> list[str]:
+    def _mismatched(self, call: LoadChunk) -> list[str]:
         """The tensors of what is staged that are not what was sent, as far as its sums say."""
         if call.seq not in self.staged or self.manifest is None:
             return []
@@ -424,7 +431,7 @@ class GroundTruth:
         metas = self.manifest.chunk(call.seq)
         return [meta.name for meta, sent in zip(metas, call.sums, strict=False) if sent != payload]
 
-    def _begin_load(self, call: CallLoad) -> None:
+    def _begin_load(self, call: LoadChunk) -> None:
         chunk = call.seq
         self._require_target("a chunk is loaded")
         self._require_staged(chunk, "loaded")
@@ -440,9 +447,9 @@ class GroundTruth:
         assert self.manifest is not None
         self.models[self._target][self.manifest.chunk(chunk)[0].name] = self.staged[chunk]
 
-    def _end_chunk(self, call: CallReceive | CallLoad) -> None:
+    def _end_chunk(self, call: ReceiveChunk | LoadChunk) -> None:
         assert self.manifest is not None
-        if isinstance(call, CallReceive):
+        if isinstance(call, ReceiveChunk):
             self.staged[call.seq] = int(call.handle.partition(b" ")[0])
             return
         payload = self.staged.pop(call.seq)

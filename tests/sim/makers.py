@@ -81,16 +81,7 @@ def make_chunk(
 ) -> WeightChunkMeta:
     """One chunk; its handle says which weights it carries, and in which sender's memory they are;
     empty: in that of whoever opened the transport."""
-    metas = manifest.chunk(seq)
-    return WeightChunkMeta(
-        update_id,
-        seq,
-        tuple(m.name for m in metas),
-        tuple(m.dtype for m in metas),
-        tuple(m.shape for m in metas),
-        tuple(m.size_bytes for m in metas),
-        f"{payload} {sender}".encode(),
-    )
+    return WeightChunkMeta(update_id, seq, manifest.digest(), f"{payload} {sender}".encode())
 
 
 def make_sent(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bus.protocol.engine.calls import CallCommit, CallLoad, CallPause, CallResume, CallStart
+from bus.protocol.engine.calls import CallCommit, CallPause, CallResume
+from bus.protocol.engine.operations import LoadChunk, Start
 from tests.sim.ground_truth import GroundTruth, InvariantViolation
 
 
@@ -14,13 +15,13 @@ from tests.sim.ground_truth import GroundTruth, InvariantViolation
         ([CallResume()], "without a completed pause"),
         ([CallPause("keep", True), CallPause("keep", True)], "paused twice"),
         ([CallPause("keep", True), CallResume(), CallResume()], "without a completed pause"),
-        ([CallStart(recover=False, target="model")], "while it may generate"),
-        ([CallPause("keep", True), CallStart(recover=True, target="model")], r"broken is set\(\)"),
+        ([Start(recover=False, target="model")], "while it may generate"),
+        ([CallPause("keep", True), Start(recover=True, target="model")], r"broken is set\(\)"),
         (
             [
                 CallPause("keep", True),
-                CallStart(recover=False, target="model"),
-                CallLoad(0, "off", ()),
+                Start(recover=False, target="model"),
+                LoadChunk(0, "off", ()),
             ],
             "chunk 0 is loaded",
         ),
@@ -28,7 +29,7 @@ from tests.sim.ground_truth import GroundTruth, InvariantViolation
     ],
 )
 def test_the_truth_does_not_let_itself_be_bent(
-    calls: list[CallPause | CallResume | CallStart | CallLoad | CallCommit], told: str
+    calls: list[CallPause | CallResume | Start | LoadChunk | CallCommit], told: str
 ) -> None:
     """An engine that is made to do what must never be done says so at once."""
     truth = GroundTruth("e0", ("a", "b"))

@@ -412,11 +412,11 @@ class Watch:
             if engine is None:
                 continue
             opened = engine.truth.transfer
-            if opened is None or opened.assignment.communicator != number:
+            if opened is None or opened.communicator != number:
                 raise InvariantViolation(f"ARM in communicator {number}, {name} has {opened}")
-            if opened.assignment.world_size != size:
+            if opened.world_size != size:
                 raise InvariantViolation(f"{size} take part, {name} has {opened}")
-            ranks.append(opened.assignment.rank)
+            ranks.append(opened.first_rank)
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(1, size)):
             raise InvariantViolation(f"ranks of a communicator of {size}: {ranks}")
         self.reach["armed in a communicator"] += 1

@@ -16,10 +16,12 @@ import torch
 from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.protocol.engine.operations import ArmManifest, Done, Drain, Extend, LoadChunk, ReceiveChunk
 from bus.weight_transfer import registry
 from bus.weight_transfer.base import Receiver
 from sidecar.embedded.engine import EmbeddedEngine
 from tests.support.gloo_group import broadcast, join
+from tests.support.steps import ByStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +29,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bus.manifest import Manifest, TensorMeta
-    from bus.messages import PauseMode, Staging, Target
-    from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
+    from bus.manifest import TensorMeta
+    from bus.messages import PauseMode
+    from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.packing import Tensors
-    from sidecar.engine import Chunk
 
 BACKEND = "vllm:nccl"
 
@@ -81,7 +82,7 @@ def registered() -> Iterator[None]:
         del receivers[BACKEND]
 
 
-class BroadcastEngine(EmbeddedEngine):
+class BroadcastEngine(ByStep, EmbeddedEngine):
     """An embedded engine that can drain. It loads what it receives, as vLLM's do.
 
     Attributes:
@@ -128,33 +129,33 @@ class BroadcastEngine(EmbeddedEngine):
         await self._wait("commit")
         await super().commit(version)
 
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
+    async def on_arm(self, arm: ArmManifest) -> Done:
         await self._wait("arm")
-        return await super().arm(manifest, target, staging)
+        return await self.proceed(arm)
 
-    async def extend(self, part: Manifest) -> None:
+    async def on_extend(self, part: Extend) -> None:
         self.extended += 1
-        await super().extend(part)
+        await self.proceed(part)
 
-    async def receive(self, chunk: Chunk) -> None:
+    async def on_receive(self, chunk: ReceiveChunk) -> None:
         if chunk.seq == self.refuses_at:
             raise EngineError("refused on purpose", code=NackCode.TRANSFER_FAILED)
-        await super().receive(chunk)
+        await self.proceed(chunk)
         if chunk.backend == BACKEND:
             if chunk.seq == self.breaks_at:
                 await self.may_go.wait()
                 raise EngineError("broken on purpose", code=NackCode.ENGINE_FAILED)
-            await self.load(chunk.seq)
+            await self.proceed(LoadChunk(chunk.seq, staged=chunk.staged))
             self.loaded(chunk.seq)
 
-    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
+    async def on_drain(self, drain: Drain) -> None:
         receiver = self._update()._receiver
-        assert backend == BACKEND
+        assert drain.backend == BACKEND
         assert isinstance(receiver, Broadcasts)
         try:
-            await asyncio.wait_for(asyncio.to_thread(receiver.drain, handle), timeout_s)
+            await asyncio.wait_for(
+                asyncio.to_thread(receiver.drain, drain.handle), drain.timeout_ms / 1000
+            )
         except TimeoutError:
             raise EngineError("nothing comes", code=NackCode.TRANSFER_FAILED) from None
 

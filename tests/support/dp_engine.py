@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from sidecar.engine import (
-    Chunk,
-    EngineInfo,
-    ProbeResult,
-    Staging,
-    StagingCapacity,
-    Target,
-    require_model,
-)
+import msgspec
+
+from bus.protocol.engine.operations import Done, Open
+from sidecar.engine import EngineInfo, ProbeResult, require_model
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest
-    from bus.messages import PauseMode, SleepLevel, Verify
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.messages import PauseMode, SleepLevel
+    from bus.protocol.engine.operations import UpdateOperation
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from tests.support.dp_group import DpGroup
@@ -93,51 +86,22 @@ class GroupEngine:
     async def clear_cache(self) -> None:
         await self._all("clear_cache")
 
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        ranks = enumerate(self.group.ranks)
-        places = [(rank, astuple(place.of_worker(index))) for index, rank in ranks]
-        await _agree(
-            "open_transfer",
-            [
-                rank.begin("open_transfer", backend=backend, params=_text(params), place=at)
-                for rank, at in places
-            ],
-        )
-        return 1
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
-        require_model(target)
-        how = None if staging is None else astuple(staging)
-        rooms = await self._all("arm", manifest=astuple(manifest), staging=how)
-        return StagingCapacity(max(needed for needed, _ in rooms), rooms[0][1])
-
-    async def extend(self, part: Manifest) -> None:
-        await self._all("extend", part=astuple(part))
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        require_model(target)
-        await self._all("start_update", recover=recover, staged=staged)
-
-    async def receive(self, chunk: Chunk) -> None:
-        tensors = [(meta.name, meta.dtype, meta.shape) for meta in chunk.tensors]
-        handle = _text(chunk.handle)
-        await self._all(
-            "receive", seq=chunk.seq, backend=chunk.backend, tensors=tensors, handle=handle
-        )
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        await self._all("load", seq=seq, verify=verify, sums=sums)
-
-    async def restore(self, target: Target = "model") -> None:
-        require_model(target)
-        await self._all("restore")
-
-    async def finish_update(self) -> None:
-        await self._all("finish_update")
+    async def perform(self, operation: UpdateOperation) -> Done:
+        require_model(getattr(operation, "target", "model"))
+        each = [operation] * len(self.group.ranks)
+        if isinstance(operation, Open):
+            places = (operation.place.of_worker(index).rank for index in range(len(each)))
+            each = [msgspec.structs.replace(operation, first_rank=rank) for rank in places]
+        texts = [_text(msgspec.msgpack.encode(one)) for one in each]
+        calls = [
+            rank.begin("perform", operation=text)
+            for rank, text in zip(self.group.ranks, texts, strict=True)
+        ]
+        answers = await _agree(type(operation).__name__, calls)
+        dones = [msgspec.convert(answer, Done) for answer in answers]
+        rooms = [done.room for done in dones if done.room is not None]
+        room = max(rooms, key=lambda room: room.needed_bytes) if rooms else None
+        return Done(room=room, in_flight=sum(done.in_flight for done in dones))
 
     async def probe(
         self,
@@ -161,10 +125,6 @@ class GroupEngine:
 
     async def commit(self, version: int) -> None:
         await self._all("commit", version=version)
-
-    async def swap(self, version: int, *, clear_cache: bool) -> int:
-        await self._all("swap", version=version, clear_cache=clear_cache)
-        return await self.in_flight()
 
     async def call_off(self) -> None:
         await self._all("call_off")

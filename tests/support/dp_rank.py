@@ -16,24 +16,22 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
 
 import bus.log
 from bus.errors import EngineError
-from bus.manifest import Manifest, TensorMeta
-from bus.messages import Staging
-from bus.weight_transfer.allocation import RankAssignment
+from bus.manifest import Manifest
+from bus.protocol.engine.operations import UpdateOperation
 from sidecar.dp_coordinator.process import DpCoordinatorAddresses
 from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
 from sidecar.embedded.sampling import SamplingParams
-from sidecar.engine import Chunk
 from tests.support.one_phase import pause_in_one_phase
 
-if TYPE_CHECKING:
-    from bus.messages import Verify
+_OPERATIONS: msgspec.msgpack.Decoder[UpdateOperation] = msgspec.msgpack.Decoder(UpdateOperation)
 
 
 class Rank:
@@ -106,32 +104,9 @@ class Rank:
     async def _version(self) -> int:
         return await self.engine.version()
 
-    async def _open_transfer(self, backend: str, params: str, place: list[int]) -> None:
-        await self.engine.open_transfer(backend, base64.b64decode(params), RankAssignment(*place))
-
-    async def _arm(self, manifest: list[Any], staging: list[Any] | None = None) -> tuple[int, str]:
-        how = None if staging is None else Staging(*staging)
-        room = await self.engine.arm(_manifest(*manifest), staging=how)
-        return room.needed_bytes, room.why_not
-
-    async def _extend(self, part: list[Any]) -> None:
-        await self.engine.extend(_manifest(*part))
-
-    async def _start_update(self, *, recover: bool, staged: bool = False) -> None:
-        await self.engine.start_update(recover=recover, staged=staged)
-
-    async def _receive(self, seq: int, backend: str, tensors: list[Any], handle: str) -> None:
-        metas = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
-        await self.engine.receive(Chunk(seq, backend, metas, base64.b64decode(handle)))
-
-    async def _load(self, seq: int, verify: Verify, sums: list[int]) -> None:
-        await self.engine.load(seq, verify, tuple(sums))
-
-    async def _restore(self) -> None:
-        await self.engine.restore()
-
-    async def _finish_update(self) -> None:
-        await self.engine.finish_update()
+    async def _perform(self, operation: str) -> object:
+        decoded = _OPERATIONS.decode(base64.b64decode(operation))
+        return msgspec.to_builtins(await self.engine.perform(decoded))
 
     async def _probe(self, prompts: list[list[int]], **how: Any) -> list[Any]:
         results = await self.engine.probe(tuple(map(tuple, prompts)), **how)
@@ -139,9 +114,6 @@ class Rank:
 
     async def _commit(self, version: int) -> None:
         await self.engine.commit(version)
-
-    async def _swap(self, version: int, *, clear_cache: bool) -> None:
-        await self.engine.swap(version, clear_cache=clear_cache)
 
     async def _call_off(self) -> None:
         await self.engine.call_off()

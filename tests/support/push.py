@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest, TensorMeta
+from bus.protocol.engine.operations import ReceiveChunk
 from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
 from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.registry import make_sender
-from sidecar.engine import Chunk, ExtendableEngine
+from tests.support.steps import steps
 from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
@@ -109,43 +110,41 @@ class Push:
             world = World(COMMUNICATOR, 1 + self._workers, "127.0.0.1")
             place = RankAssignment(COMMUNICATOR, world.size, 1)
         params = self._sender.open(room_bytes, world)
-        opening = self.engine.open_transfer(self._received_by, params, place)
+        opening = steps(self.engine).open_transfer(self._received_by, params, place)
         await asyncio.gather(opening, asyncio.to_thread(self._sender.meet))
         self._sender.on_opened()
 
     async def begin(self, *, recover: bool = False) -> None:
         """Open, arm and start; the engine must be paused, unless the update is staged."""
         await self.open()
-        room = await self.engine.arm(self.manifest, self._target, self.staging)
+        room = await steps(self.engine).arm(self.manifest, self._target, self.staging)
         assert not room.why_not, room.why_not
         staged = self.staging is not None
-        await self.engine.start_update(recover=recover, target=self._target, staged=staged)
+        await steps(self.engine).start_update(recover=recover, target=self._target, staged=staged)
 
     async def part(self) -> None:
         """Have the engine check the next part, and send it."""
         part = self.rest.pop(0)
-        assert isinstance(self.engine, ExtendableEngine)
-        await self.engine.extend(part)
+        await steps(self.engine).extend(part)
         sent = self.manifest.chunks
         self.manifest = self.manifest.join(part)
         for seq in range(sent, self.manifest.chunks):
             await self.chunk(seq)
 
-    def offer(self, seq: int) -> Chunk:
+    def offer(self, seq: int) -> ReceiveChunk:
         """Put one chunk where the engine can fetch it."""
-        tensors = self.manifest.chunk(seq)
         handle = self._sender.put(seq, self._tensors(seq))
-        return Chunk(seq, self._received_by, tensors, handle)
+        return ReceiveChunk(seq, self._received_by, handle)
 
     async def send(self, seq: int) -> None:
         """Send one chunk into the engine's staging."""
-        receiving = self.engine.receive(self.offer(seq))
+        receiving = steps(self.engine).receive(self.offer(seq))
         await asyncio.gather(receiving, asyncio.to_thread(self._sender.transfer, seq))
 
     async def load(self, seq: int) -> None:
         """Verify and load the chunk that was sent."""
         sums = checksums(self._tensors(seq), self._verify)
-        await self.engine.load(seq, self._verify, sums)
+        await steps(self.engine).load(seq, self._verify, sums)
         self._sender.on_taken(seq)
 
     async def chunk(self, seq: int) -> None:
@@ -154,9 +153,9 @@ class Push:
 
     async def end(self, version: int) -> None:
         """Finish, and commit or swap."""
-        await self.engine.finish_update()
+        await steps(self.engine).finish_update()
         if self.staging is not None:
-            await self.engine.swap(version, clear_cache=self.staging.clear_cache)
+            await steps(self.engine).swap(version, clear_cache=self.staging.clear_cache)
         else:
             await self.engine.commit(version)
 

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from tests.support.checkpoints import HEAD_DIM
+from tests.support.steps import ByStep
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.messages import Verify
-    from sidecar.engine import Chunk, EngineInfo
+    from bus.protocol.engine.operations import LoadChunk, ReceiveChunk
+    from sidecar.engine import EngineInfo
     from tests.support.checkpoints import Checkpoint
 
 TENSOR = "model.layers.0.self_attn.q_proj.weight"
 
 
-class TwistedEngine(EmbeddedEngine):
+class TwistedEngine(ByStep, EmbeddedEngine):
     """``twists``: loads from now on are wrong. ``says_abort``: its probes need a pause that ends
     requests, as those of a vLLM do; or so it says."""
 
@@ -35,12 +36,12 @@ class TwistedEngine(EmbeddedEngine):
         info = await super().start()
         return replace(info, canary="abort") if self.says_abort else info
 
-    async def receive(self, chunk: Chunk) -> None:
-        await super().receive(chunk)
-        self._has_it = any(meta.name == TENSOR for meta in chunk.tensors)
+    async def on_receive(self, chunk: ReceiveChunk) -> None:
+        await self.proceed(chunk)
+        self._has_it = any(name == TENSOR for name, _ in self._update()._received)
 
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        await super().load(seq, verify, sums)
+    async def on_load(self, chunk: LoadChunk) -> None:
+        await self.proceed(chunk)
         core = self._core
         assert core is not None
         if self.twists and self._has_it:

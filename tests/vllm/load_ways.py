@@ -22,6 +22,7 @@ import transformers
 
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.push import Push, plan
+from tests.support.steps import steps
 from tests.vllm._vllm import async_llm, boot_environment, engine_args, ways
 
 if TYPE_CHECKING:
@@ -68,13 +69,13 @@ async def one(
     took: dict[str, float] = {}
     push = Push(engine, weights, plan(weights, CHUNK_BYTES), verify="sample")
     await push.open()
-    await timed(engine.arm(push.manifest), took, "arm")
-    await timed(engine.start_update(recover=False), took, "start")
+    await timed(steps(engine).arm(push.manifest), took, "arm")
+    await timed(steps(engine).start_update(recover=False), took, "start")
     for seq in range(push.manifest.chunks):
         chunk = push.offer(seq)
-        await timed(engine.receive(chunk), took, "receive")
+        await timed(steps(engine).receive(chunk), took, "receive")
         await timed(push.load(seq), took, "verify and load")
-    await timed(engine.finish_update(), took, "finish")
+    await timed(steps(engine).finish_update(), took, "finish")
     await engine.commit(number)
     push.close()
     took["start to finish"] = sum(took.values()) - took["arm"]

@@ -14,6 +14,7 @@ from bus.messages import NackCode
 from sidecar.vllm.inprocess_engine import VllmEngine
 from sidecar.vllm.plugin.kv_connectors import UNKNOWN
 from tests.support.checkpoints import make_checkpoint
+from tests.support.steps import steps
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     Oracle,
@@ -66,7 +67,7 @@ def test_peers_are_told_of_the_cache_that_a_wake_has_registered(tmp_path: Path) 
             info = await engine.start()
             assert info.kv_connectors == {"TellingConnector": UNKNOWN}
             with pytest.raises(EngineError, match="TellingConnector: unknown") as refused:
-                await engine.arm(Manifest(("a",), ("float32",), ((2,),), (1,)))
+                await steps(engine).arm(Manifest(("a",), ("float32",), ((2,),), (1,)))
             assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
             assert registrations() == [1]
             await engine.pause("keep", clear_cache=True)

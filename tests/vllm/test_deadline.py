@@ -34,6 +34,7 @@ from sidecar.vllm.engine import VllmAdapter
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import ROOT, Proc, run_wavebus, wavebus
 from tests.support.push import Push, plan
+from tests.support.steps import steps
 from tests.vllm._vllm import MAX_POSITIONS, PROMPT, boot_environment, require_vllm, server_argv
 from trainer_agent import SyncTrainerAgent
 
@@ -320,7 +321,7 @@ def test_an_update_that_was_only_started_is_undone(attached: Attached) -> None:
         end = await asyncio.to_thread(attached.ended, 71)
         assert end.state == "resumed"
         with pytest.raises(EngineError, match="the pause's lease was over") as refused:
-            await engine.start_update(recover=False)
+            await steps(engine).start_update(recover=False)
         assert refused.value.code is NackCode.WRONG_STATE
         found = engine.write_pause_lease(hold(71, "model"))
         assert found is not None

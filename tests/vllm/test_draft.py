@@ -22,6 +22,7 @@ from tests.support import pair_plugin
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, make_eagle, perturbed
 from tests.support.push import Push, plan
+from tests.support.steps import steps
 from tests.vllm._reader import READ_MODELS
 from tests.vllm._vllm import (
     MAX_POSITIONS,
@@ -200,7 +201,7 @@ def test_a_draft_is_armed_against_the_drafts_own_tensors(
         before = await under_test.read()
         half = {n: t for n, t in under_test.draft.items() if n != K_PROJ}
         with pytest.raises(EngineError, match="missing") as refused:
-            await under_test.engine.arm(plan(half), "draft")
+            await steps(under_test.engine).arm(plan(half), "draft")
         assert refused.value.code is NackCode.MANIFEST_REFUSED
         assert refused.value.tensor == K_PROJ
         assert await under_test.read() == before
@@ -218,12 +219,12 @@ def test_what_was_armed_for_one_is_not_loaded_into_the_other(
         before = await under_test.read()
         push = Push(under_test.engine, perturbed(under_test.weights, 8))
         await push.open()
-        await under_test.engine.arm(push.manifest, "draft")
+        await steps(under_test.engine).arm(push.manifest, "draft")
         await under_test.engine.pause("keep", clear_cache=True)
-        await under_test.engine.start_update(recover=False, target="model")
+        await steps(under_test.engine).start_update(recover=False, target="model")
         with pytest.raises(EngineError, match="armed for the draft is not loaded into the model"):
             await push.chunk(0)
-        await under_test.engine.restore("model")
+        await steps(under_test.engine).restore("model")
         await under_test.engine.resume()
         push.close()
         assert await under_test.read() == before
@@ -278,7 +279,7 @@ def test_a_head_upon_the_model_is_updated_without_what_it_shares(
             loaded = await under_test.read()
             for name, tensor in shared.items():
                 with pytest.raises(EngineError, match="shares with the model") as refused:
-                    await engine.arm(plan({**first, name: tensor}), "draft")
+                    await steps(engine).arm(plan({**first, name: tensor}), "draft")
                 assert refused.value.code is NackCode.MANIFEST_REFUSED
                 assert refused.value.tensor == name
             await paused_update(engine, second, 1, "draft")

@@ -13,6 +13,7 @@ from bus.messages import NackCode
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.push import Push, plan
+from tests.support.steps import steps
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     PROMPT,
@@ -102,13 +103,13 @@ def test_a_mismatch_in_one_core_keeps_both_from_loading(cores: Cores) -> None:
     async def scenario() -> None:
         push = Push(cores.engine, new, manifest, received_by="one-sided")
         await push.open()
-        await cores.engine.arm(manifest)
+        await steps(cores.engine).arm(manifest)
         await cores.engine.pause("keep", clear_cache=True)
-        await cores.engine.start_update(recover=False)
+        await steps(cores.engine).start_update(recover=False)
         with pytest.raises(EngineError) as refused:
             await push.chunk(0)
         assert refused.value.code is NackCode.CHECKSUM_MISMATCH
-        await cores.engine.restore()
+        await steps(cores.engine).restore()
         push.close()
         await cores.engine.resume()
         await cores.assert_serve(old)

@@ -12,7 +12,7 @@ import pytest
 from bus.errors import EngineError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode, RequestLimits
-from sidecar.engine import Chunk
+from bus.protocol.engine.operations import ReceiveChunk
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.inprocess_engine import VllmEngine
 from sidecar.vllm.plugin import operations
@@ -24,6 +24,7 @@ from tests.contract.engine_suite import EngineContract, Generated, Watch
 from tests.contract.staged_suite import StagedContract
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.push import Push, plan
+from tests.support.steps import steps
 from tests.vllm._faulty import MISLEADING
 from tests.vllm._vllm import (
     MAX_POSITIONS,
@@ -337,7 +338,7 @@ def test_manifests_that_vllm_would_take(
 
     async def scenario() -> None:
         with pytest.raises(EngineError, match=reason) as refused:
-            await under_test.engine.arm(plan(spoil(under_test.weights)))
+            await steps(under_test.engine).arm(plan(spoil(under_test.weights)))
         assert refused.value.code is NackCode.MANIFEST_REFUSED
         assert refused.value.tensor == tensor
         await under_test.assert_serves(under_test.weights, under_test.version)
@@ -358,7 +359,7 @@ def test_what_vllm_has_packed_takes_no_patch(
 
     async def scenario() -> None:
         with pytest.raises(EngineError, match=reason) as refused:
-            await engine.arm(patch)
+            await steps(engine).arm(patch)
         assert refused.value.code is NackCode.MANIFEST_REFUSED
         assert refused.value.tensor == tensor
 
@@ -376,7 +377,7 @@ def test_two_tensors_for_one_place_are_refused(under_test: InProcess) -> None:
 
     async def scenario() -> None:
         with pytest.raises(EngineError) as refused:
-            await engine.arm(manifest)
+            await steps(engine).arm(manifest)
         assert refused.value.code is NackCode.MANIFEST_REFUSED
 
     under_test.run(scenario())
@@ -392,16 +393,16 @@ def test_failed_receive_is_restored(under_test: InProcess, way: str) -> None:
         manifest, version = plan(new), under_test.version
         push = Push(engine, new, manifest)
         await push.open()
-        await engine.arm(manifest)
+        await steps(engine).arm(manifest)
         await engine.pause("keep", clear_cache=True)
-        await engine.start_update(recover=False)
+        await steps(engine).start_update(recover=False)
         assert await ways(under_test.llm) == {way}
-        good = push.offer(0)
+        push.offer(0)
         with pytest.raises(EngineError) as failed:
-            await engine.receive(Chunk(0, "shm", good.tensors, b"\xc1"))
+            await steps(engine).receive(ReceiveChunk(0, "shm", b"\xc1"))
         assert failed.value.code is NackCode.TRANSFER_FAILED
         await push.send(0)
-        await engine.restore()
+        await steps(engine).restore()
         await engine.resume()
         await under_test.assert_serves(under_test.weights, version)
         push.close()
@@ -427,17 +428,17 @@ def test_failed_load_is_recovered_by_a_whole_update(
         new = {name: under_test.other_weights(34)[name] for name in order}
         faulty = Push(engine, lost, manifest, received_by="faulty")
         await faulty.open()
-        await engine.arm(manifest)
+        await steps(engine).arm(manifest)
         await engine.pause("keep", clear_cache=True)
-        await engine.start_update(recover=False)
+        await steps(engine).start_update(recover=False)
         with pytest.raises(EngineError, match="poisoned on purpose"):
             await faulty.chunk(0)
         assert await ways(under_test.llm) == {way}
         # Whatever is tried next says what is wrong, and breaks nothing further.
         with pytest.raises(EngineError, match="but nothing is staged"):
-            await engine.load(1)
+            await steps(engine).load(1)
         with pytest.raises(EngineError, match="session is open"):
-            await engine.start_update(recover=False)
+            await steps(engine).start_update(recover=False)
         faulty.close()
         await Push(engine, new, plan(new)).whole(version + 1, recover=True)
         await engine.resume()
@@ -455,9 +456,9 @@ def test_a_restarted_sidecar_recovers_what_the_last_one_left(under_test: InProce
     async def scenario() -> None:
         push = Push(under_test.engine, lost, manifest)
         await push.open()
-        await under_test.engine.arm(manifest)
+        await steps(under_test.engine).arm(manifest)
         await under_test.engine.pause("keep", clear_cache=True)
-        await under_test.engine.start_update(recover=False)
+        await steps(under_test.engine).start_update(recover=False)
         await push.chunk(0)
         push.close()
         await under_test.engine.close()
@@ -480,14 +481,14 @@ def test_a_failed_load_before_any_other_leaves_the_session_usable(under_test: In
     async def scenario() -> None:
         push = Push(engine, new, manifest)
         await push.open()
-        await engine.arm(manifest)
+        await steps(engine).arm(manifest)
         await engine.pause("keep", clear_cache=True)
-        await engine.start_update(recover=False)
+        await steps(engine).start_update(recover=False)
         with pytest.raises(EngineError, match="but nothing is staged"):
-            await engine.load(0)
+            await steps(engine).load(0)
         for seq in range(manifest.chunks):
             await push.chunk(seq)
-        await engine.finish_update()
+        await steps(engine).finish_update()
         await engine.commit(version + 1)
         await engine.resume()
         await under_test.assert_serves(new, version + 1)
@@ -502,10 +503,11 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
     async def scenario() -> None:
         push = Push(under_test.engine, under_test.weights, good)
         await push.open()
-        await under_test.engine.arm(good)
+        await steps(under_test.engine).arm(good)
         chunk = push.offer(0)
-        with pytest.raises(EngineError, match="not the armed manifest's"):
-            await under_test.engine.receive(Chunk(0, "shm", chunk.tensors[:-1], chunk.handle))
+        later = ReceiveChunk(good.chunks, "shm", chunk.handle)
+        with pytest.raises(EngineError, match="is not in the armed manifest"):
+            await steps(under_test.engine).receive(later)
         push.close()
 
     under_test.run(scenario())

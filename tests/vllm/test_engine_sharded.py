@@ -19,6 +19,7 @@ from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train
 from tests.support.push import Push, parts_of, plan
+from tests.support.steps import steps
 from tests.vllm._vllm import (
     PROMPT,
     Oracle,
@@ -155,7 +156,7 @@ def test_workers_that_are_peers_stage_an_open_update_part_by_part(sharded: Shard
             with pytest.raises(EngineError, match="missing") as refused:
                 await push.whole(version + 1)
             assert refused.value.code is NackCode.MANIFEST_REFUSED
-            await engine.restore()
+            await steps(engine).restore()
             push.close()
             await sharded.assert_serves(sharded.weights)
 
@@ -203,13 +204,13 @@ def test_refusals_name_the_tensor_and_spoil_no_later_answer(sharded: Sharded) ->
     async def scenario() -> None:
         for weights, tensor in bad:
             with pytest.raises(EngineError) as refused:
-                await sharded.engine.arm(plan(weights))
+                await steps(sharded.engine).arm(plan(weights))
             assert (refused.value.code, refused.value.tensor) == (
                 NackCode.MANIFEST_REFUSED,
                 tensor,
             )
             assert await sharded.engine.version() >= 0
-            await sharded.engine.arm(plan(good))
+            await steps(sharded.engine).arm(plan(good))
         await sharded.assert_serves(sharded.weights)
 
     sharded.run(scenario())
@@ -229,14 +230,14 @@ def test_a_mismatch_in_one_worker_keeps_all_from_loading(sharded: Sharded, way: 
             await paused_update(sharded.engine, old, 5)
         push = Push(sharded.engine, new, manifest, received_by="one-sided")
         await push.open()
-        await sharded.engine.arm(manifest)
+        await steps(sharded.engine).arm(manifest)
         await sharded.engine.pause("keep", clear_cache=True)
-        await sharded.engine.start_update(recover=False)
+        await steps(sharded.engine).start_update(recover=False)
         with pytest.raises(EngineError) as refused:
             await push.chunk(0)
         assert refused.value.code is NackCode.CHECKSUM_MISMATCH
         assert refused.value.tensor == manifest.names[manifest.part(0)][-1]
-        await sharded.engine.restore()
+        await steps(sharded.engine).restore()
         push.close()
         await sharded.engine.resume()
         await sharded.assert_serves(old)
@@ -273,9 +274,9 @@ def test_failed_load_is_recovered_on_every_worker(sharded: Sharded, way: str) ->
             await paused_update(sharded.engine, perturbed(sharded.weights, 46), 2)
         faulty = Push(sharded.engine, new, manifest, received_by="faulty")
         await faulty.open()
-        await sharded.engine.arm(manifest)
+        await steps(sharded.engine).arm(manifest)
         await sharded.engine.pause("keep", clear_cache=True)
-        await sharded.engine.start_update(recover=False)
+        await steps(sharded.engine).start_update(recover=False)
         with pytest.raises(EngineError, match="poisoned on purpose"):
             await faulty.chunk(manifest.chunks - 1)
         assert await ways(sharded.llm) == {way}

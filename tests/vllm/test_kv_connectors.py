@@ -14,6 +14,7 @@ from sidecar.vllm.inprocess_engine import VllmEngine
 from sidecar.vllm.plugin import kv_connectors as kv
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.push import plan
+from tests.support.steps import steps
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     async_llm,
@@ -101,7 +102,7 @@ def test_an_engine_with_a_connector_keyed_by_tokens_refuses_to_arm(tmp_path: Pat
             info = await engine.start()
             assert info.kv_connectors == {"ExampleConnector": kv.BY_TOKENS}
             with pytest.raises(EngineError, match="ExampleConnector: keyed by tokens") as refused:
-                await engine.arm(plan(perturbed(checkpoint.weights, 1)))
+                await steps(engine).arm(plan(perturbed(checkpoint.weights, 1)))
             assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
             assert len((await generate(llm, "r1", 4)).token_ids) == 4
             await engine.close()

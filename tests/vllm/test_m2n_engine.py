@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import save_file
 
 from bus.errors import EngineError, ManifestRefused, Refused, UsageError
+from bus.manifest import Manifest
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import RankAssignment
 from tests.support import pair_plugin
@@ -258,6 +259,7 @@ def test_it_has_no_draft() -> None:
     updates = NativeUpdates.__new__(NativeUpdates)
     updates._opened, updates._name = True, "nccl_m2n"
     updates._engine = SimpleNamespace(supports_draft_weight_update=False)
+    manifest = Manifest(("a",), ("float32",), ((2,),), (1,))
     with pytest.raises(EngineError, match="does not update draft models") as refused:
-        updates._arm(operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "draft", ()))
+        updates._arm(operations.ArmManifest(manifest, "draft"), manifest)
     assert refused.value.code is NackCode.DRAFT_MISSING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,7 @@ class Worker:
 
     # -- the sidecar --------------------------------------------------------------------
 
-    def perform(self, operation: operations.Operation) -> operations.Done:
+    def perform(self, operation: operations.WorkerOperation) -> operations.Done:
         try:
             return self.updates.wavebus_perform(self, operations.encode(operation))
         except agreement.WorkerRefusal as refusal:
@@ -125,30 +126,27 @@ class Worker:
             assert failure is not None
             raise failure.to_error() from None
 
-    def channel(self, operation: operations.Operation) -> operations.Done:
+    def channel(self, operation: operations.WorkerOperation) -> operations.Done:
         """Beside its steps."""
         with torch.no_grad():
             return self.updates._stager._execute(operation)
 
     def begin(self, tensors: dict[str, Tensor], staging: Staging | None = None) -> None:
-        self.perform(operations.Open(BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
+        self.perform(operations.Open("o1", BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
         self.arm(tensors, staging)
         if staging is not None:
-            self.channel(operations.StartStaging())
-            self.channel(operations.ReceiveChunk(0, BACKEND, HANDLE))
+            self.channel(operations.Start(staged=True))
+            self.channel(operations.ReceiveChunk(0, BACKEND, HANDLE, staged=True))
             return
         self.perform(operations.Start("model", recover=False))
         self.receive(0)
 
     def arm(self, tensors: dict[str, Tensor], staging: Staging | None) -> None:
-        part = manifest_of(tensors)
-        columns = part.names, part.dtypes, part.shapes, part.chunk_ends
-        self.perform(operations.ArmManifest(*columns, "model", (), staging, is_open=True))
+        manifest = replace(manifest_of(tensors), is_open=True)
+        self.perform(operations.ArmManifest(manifest, "model", staging))
 
     def extend(self, tensors: dict[str, Tensor], *, staged: bool = False) -> None:
-        part = manifest_of(tensors)
-        columns = part.names, part.dtypes, part.shapes, part.chunk_ends
-        (self.channel if staged else self.perform)(operations.Extend(*columns))
+        (self.channel if staged else self.perform)(operations.Extend(manifest_of(tensors)))
 
     def receive(self, seq: int) -> None:
         self.perform(operations.ReceiveChunk(seq, BACKEND, HANDLE))
@@ -168,7 +166,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 def test_all_parts_are_loaded_and_finished_once(worker: Worker) -> None:
     worker.begin(FIRST)
-    with pytest.raises(EngineError, match="not one of the armed"):
+    with pytest.raises(EngineError, match="not in the armed"):
         worker.receive(1)
     worker.extend(SECOND)
     worker.receive(1)
@@ -191,12 +189,12 @@ def test_all_parts_are_staged_and_swapped_in_once(worker: Worker) -> None:
         worker.model.gate_up.zero_()
         worker.begin(FIRST, STAGED)
         worker.extend(SECOND, staged=True)
-        worker.channel(operations.ReceiveChunk(1, BACKEND, HANDLE))
+        worker.channel(operations.ReceiveChunk(1, BACKEND, HANDLE, staged=True))
         assert worker.unmapped == turn
-        worker.channel(operations.Seal())
+        worker.channel(operations.Finish(staged=True))
         assert worker.unmapped == turn + 1
         assert worker.model.gate_up.eq(0.0).all()
-        worker.perform(operations.SwapStaged())
+        worker.perform(operations.SwapStaged(1))
         assert worker.model.gate_up.eq(1.0).all()
     assert worker.finished == 0
 
@@ -215,7 +213,7 @@ def test_a_part_that_no_copies_can_load_ends_the_update_and_the_next_one_pauses(
     with pytest.raises(EngineError, match=rf"{last}.*the next update pauses") as refused:
         worker.extend(SECOND, staged=True)
     assert refused.value.code is NackCode.STAGING_REFUSED
-    worker.perform(operations.ReleaseStaging())
+    worker.perform(operations.Restore(staged=True))
     assert worker.model.gate_up.eq(0.0).all()
     worker.arm(FIRST, STAGED)
     known = worker.updates._loadable["model"].plans.entry
@@ -226,11 +224,11 @@ def test_a_staged_update_that_lacks_a_part_is_refused_and_changes_nothing(worker
     """The whole one after it is staged again."""
     worker.begin(FIRST, STAGED)
     with pytest.raises(EngineError, match="missing: the manifest fills") as refused:
-        worker.channel(operations.Seal())
+        worker.channel(operations.Finish(staged=True))
     assert refused.value.code is NackCode.MANIFEST_REFUSED
     with pytest.raises(EngineError, match="or not all"):
         worker.perform(operations.CheckReady())
-    worker.perform(operations.ReleaseStaging())
+    worker.perform(operations.Restore(staged=True))
     assert worker.model.gate_up.eq(0.0).all()
     test_all_parts_are_staged_and_swapped_in_once(worker)
 
@@ -241,5 +239,5 @@ def test_a_part_that_is_refused_leaves_the_parts_before_it(worker: Worker, name:
     with pytest.raises(EngineError, match=name) as refused:
         worker.extend({name: torch.empty(2)})
     assert refused.value.code is NackCode.MANIFEST_REFUSED
-    with pytest.raises(EngineError, match="not one of the armed"):
+    with pytest.raises(EngineError, match="not in the armed"):
         worker.receive(1)

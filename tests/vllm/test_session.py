@@ -43,6 +43,7 @@ def made() -> tuple[Any, Any]:
     from sidecar.transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
     from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - same
     from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - same
     from sidecar.vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
     class Engine(WavebusWeightTransferEngine):
@@ -50,11 +51,12 @@ def made() -> tuple[Any, Any]:
             self.session, self.armed = UpdateSession(), None
             self._receiver = ChunkReceiver(torch.device("cpu"))
             loadable: Any = None  # nothing is staged
-            self._stager = Stager(loadable, self._receiver, None, torch.device("cpu"), self)
+            self._stager = Stager(loadable, self._receiver, None, torch.device("cpu"), self.execute)
             self.model = self._default_model = "model"
             self.model_config = self._default_model_config = None
             self.said: list[str] = []
             self.fails = ""
+            self._incoming, self._adapters = None, LoraAdapters(None)
 
         def _say(self, what: str) -> None:
             self.said.append(f"{what} {self.model}")
@@ -97,7 +99,7 @@ def made() -> tuple[Any, Any]:
     return worker, worker.weight_transfer_engine
 
 
-def perform(worker: Any, operation: operations.Operation) -> operations.WorkerFailure | None:
+def perform(worker: Any, operation: operations.WorkerOperation) -> operations.WorkerFailure | None:
     """How it failed, as the sidecar hears it."""
     engine = worker.weight_transfer_engine
     engine.said.clear()
@@ -242,7 +244,7 @@ def test_a_transport_is_for_no_adapter_of_the_one_before() -> None:
     type(engine)._open = lambda _, operation: opened.append(operation.backend)  # as vLLM's own
     engine._opening, engine._adapters = threading.Lock(), LoraAdapters(None)
     engine._incoming, engine._adapters.outgoing = object(), "tuned"
-    engine.open_transfer(operations.Open("vllm:nccl", b"", 0, 3, 1))
+    engine.open_transfer(operations.Open("o1", "vllm:nccl", b"", 0, 3, 1))
     assert opened == ["vllm:nccl"]
     assert (engine._incoming, engine._adapters.outgoing) == (None, "")
 
@@ -257,21 +259,21 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     engine._receiver.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
     known = ArmedManifest(Manifest(("a",), ("float32",), ((2,),), (1,)))
-    again = operations.Rearm(known.digest, then)
+    again = operations.ArmManifest(None, "model", then, digest=known.digest)
     refused = [None, ArmedUpdate(known, "draft", first)]
     other = ArmedManifest(Manifest(("a",), ("float32",), ((3,),), (1,)))
     for armed in (*refused, ArmedUpdate(other, "model", first)):
         engine.armed = armed
         with pytest.raises(EngineError, match="another update was armed last"):
-            engine.rearm(again)
+            engine.execute(again)
         assert engine.armed is armed
     engine.armed = ArmedUpdate(known, "model", first)
-    assert engine.rearm(again) == StagingCapacity(8)
+    assert engine.execute(again).room == StagingCapacity(8)
     armed = engine.armed
     assert (armed.announced, armed.target, armed.staging) == (known, "model", then)
     engine._receiver.receiver.room_bytes = 4
     with pytest.raises(EngineError, match="chunk 0 takes 64 bytes"):
-        engine.rearm(again)
+        engine.execute(again)
 
 
 def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bus.errors import EngineError, ManifestRefused, UpdateFailed, UsageError
+from bus.manifest import Manifest
 from bus.messages import NackCode
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
@@ -218,8 +219,9 @@ def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
     worker = WavebusWeightTransferEngine.__new__(WavebusWeightTransferEngine)
     worker.session = UpdateSession()
     worker.session.open = True
+    patch = Manifest(("a",), ("float32",), ((2,),), (1,), (1,))
     with pytest.raises(EngineError, match="no patch mends it") as refused:
-        worker._arm(operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (1,)))
+        worker._arm(operations.ArmManifest(patch), patch)
     assert refused.value.code is NackCode.OTHER_BASE
 
 

@@ -97,11 +97,11 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
     with monkeypatch.context() as short:
         short.setattr(StagingBuffers, "allocate", refused)
         with pytest.raises(EngineError, match="no room"):
-            stager._start(armed())
+            stager.start(armed())
     assert "no room when it was last tried" in stager.capacity(armed(), is_partial=False).why_not
     free *= 2
     assert not stager.capacity(armed(), is_partial=False).why_not
-    stager._start(armed())
+    stager.start(armed())
 
 
 def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
@@ -138,6 +138,6 @@ def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() ->
     stager, loaded = stager_of(model), model.out
     model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
     with pytest.raises(EngineError, match="out serves as it is not loaded"):
-        stager._start(armed())
+        stager.start(armed())
     model.out = loaded
     assert not stager.capacity(armed(), is_partial=False).why_not

@@ -259,9 +259,9 @@ class Carrying:
         self.described.append(update_info["names"])
         meta, _ = native_payloads.chunk_messages(update_info, self._plan, 0, "u1")
         columns = {
-            "names": list(meta.names),
-            "dtype_names": list(meta.dtypes),
-            "shapes": [list(shape) for shape in meta.shapes],
+            "names": [each.name for each in self._plan.metas],
+            "dtype_names": [each.dtype for each in self._plan.metas],
+            "shapes": [list(each.shape) for each in self._plan.metas],
         }
         self._worker.update_weights(rebuildable(blobs.decode_chunk(meta.handle, columns)))
 

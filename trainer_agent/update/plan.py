@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from dataclasses import replace
@@ -111,6 +112,11 @@ class UpdatePlan:
         except ValueError as error:
             raise UsageError(f"update_info: {error}") from error
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """The manifest's digest, which each chunk names."""
+        return self.manifest.digest()
+
     def buffer_bytes(self, sender: Sender) -> int:
         """Returns the size of the buffer that a sender needs for the largest chunk."""
         return max(map(sender.packed_bytes, self._sizes_bytes))
@@ -155,13 +161,4 @@ class UpdatePlan:
             seq: the number of the chunk.
             handle: the backend's data about the chunk, from :meth:`Sender.put`.
         """
-        manifest, part = self.manifest, self.manifest.part(seq)
-        return WeightChunkMeta(
-            update_id,
-            seq,
-            manifest.names[part],
-            manifest.dtypes[part],
-            manifest.shapes[part],
-            self._sizes_bytes[seq],
-            handle,
-        )
+        return WeightChunkMeta(update_id, seq, self.digest, handle)

@@ -194,11 +194,11 @@ def chunk_messages(
     rest = _dict(info, "update_info")
     if seq >= plan.chunks:
         raise UsageError(f"update_info: chunk {seq}, and {plan.chunks} were armed: {_CUT_HINT}")
-    meta = plan.chunk_meta(update_id, seq, b"")
+    metas = plan.manifest.chunk(seq)
     columns: dict[str, list[Any]] = {
-        "names": list(meta.names),
-        "dtype_names": list(meta.dtypes),
-        "shapes": [list(shape) for shape in meta.shapes],
+        "names": [meta.name for meta in metas],
+        "dtype_names": [meta.dtype for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
         "num_updates_list": list(plan.manifest.counts),
     }
     given = [name for name in columns if name in rest]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bus.errors import UsageError
+from bus.manifest import TensorMeta
 from bus.messages import ChunkSent, TransferInit, Verify, WeightChunkMeta
 
 if TYPE_CHECKING:
@@ -109,10 +110,10 @@ def chunk_messages(
         raise _foreign("update_info", info, error) from error
     if not 0 <= ours.chunk < plan.chunks:
         raise UsageError(f"update_info: chunk={ours.chunk}, and {plan.chunks} were armed")
-    meta = plan.chunk_meta(update_id, ours.chunk, ours.handle)
-    described = (tuple(ours.names), tuple(ours.dtype_names), tuple(ours.shapes))
-    if described != (meta.names, meta.dtypes, meta.shapes):
+    described = map(TensorMeta, ours.names, ours.dtype_names, ours.shapes)
+    if tuple(described) != plan.manifest.chunk(ours.chunk):
         raise UsageError(f"update_info: chunk {ours.chunk} has other tensors than were armed")
+    meta = plan.chunk_meta(update_id, ours.chunk, ours.handle)
     return meta, ChunkSent(update_id, ours.chunk, ours.verify, ours.sums)
 
 

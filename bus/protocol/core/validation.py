@@ -81,25 +81,20 @@ def _check_digest(message: Arm | ArmPart, manifest: Manifest) -> None:
         raise decline(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
 
 
-def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
-    """Checks that a chunk is the one that the manifest plans.
+def check_chunk(digest: str, message: WeightChunkMeta) -> None:
+    """Checks that a chunk is of the armed manifest, which has this digest.
 
     Raises:
-        Declined: the chunk differs. The error names the field that does.
+        Declined: it is of another manifest.
     """
-    part = manifest.part(message.chunk)
-    for field, planned, sent in (
-        ("names", manifest.names[part], message.names),
-        ("dtypes", manifest.dtypes[part], message.dtypes),
-        ("shapes", manifest.shapes[part], message.shapes),
-        ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
-    ):
-        if planned != sent:
-            raise decline(
-                NackCode.MANIFEST_REFUSED,
-                f"chunk {message.chunk} differs from the armed manifest",
-                field=field,
-            )
+    if message.digest != digest:
+        raise decline(
+            NackCode.MANIFEST_REFUSED,
+            f"chunk {message.chunk} is of manifest {message.digest[:12]}, and {digest[:12]} is "
+            "armed",
+            field="digest",
+            hint="send an ARM or ARM_PART of the chunk's manifest first",
+        )
 
 
 def check_sums(manifest: Manifest, message: ChunkSent) -> None:

@@ -1,4 +1,8 @@
-"""Engine calls that the session's state machine requests, and the queue in which they wait."""
+"""Engine calls that the session's state machine requests, and the queue in which they wait.
+
+The steps of an update are operations (:mod:`bus.protocol.engine.operations`), which the sidecar
+carries to the engine unread. All other calls are declared here.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
-from bus.manifest import Chunk
 from bus.protocol.core.effects import Effect, Send
+from bus.protocol.engine import operations as ops
 from bus.vllm_payloads import is_loaded_on_receipt
-from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest
     from bus.protocol.core.failures import Failure
-    from bus.weight_transfer.allocation import RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,119 +94,6 @@ class CallResume:
 
 
 @dataclass(frozen=True, slots=True)
-class CallOpenTransfer:
-    """Engine call: open the engine's end of a transport.
-
-    Attributes:
-        update_id: the id that the trainer has chosen for opening the transport. No weights are
-            updated; the answers name it as they name an update.
-        backend: the transport's name.
-        params: data from the sender that only the backend reads.
-        assignment: the ranks of the engine's workers in the transport's communicator.
-    """
-
-    update_id: str
-    backend: str
-    params: bytes
-    assignment: RankAssignment
-
-
-@dataclass(frozen=True, slots=True)
-class CallDrain:
-    """Engine call: receive over the open transport, and discard what comes.
-
-    Attributes:
-        update_id: the id that the trainer has chosen for the drain, as in CallOpenTransfer.
-        backend: the transport's name.
-        handle: data from the sender that only the backend reads: what it sends.
-        timeout_ms: how long to wait for the sender, in ms.
-    """
-
-    update_id: str
-    backend: str
-    handle: bytes
-    timeout_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallArm:
-    """Engine call: check the manifest of an update.
-
-    Attributes:
-        manifest: the manifest.
-        target: the model that the update is for.
-        staging: how the update may be staged; None: it is loaded in a pause.
-        drops_adapters: whether the engine first drops all LoRA adapters that came over the bus.
-    """
-
-    manifest: Manifest
-    target: m.Target
-    staging: m.Staging | None = None
-    drops_adapters: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallExtend:
-    """Engine call: check further tensors of an update whose manifest is open.
-
-    ``part``: the manifest of these tensors alone.
-    """
-
-    part: Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """Engine call: begin an update, so that chunks can be loaded.
-
-    Attributes:
-        recover: the engine lacks weights of some part, because an earlier update was interrupted or
-            a sleep discarded them.
-        target: the model that the update is for.
-        staged: True: load into spare memory. False: overwrite the served weights.
-    """
-
-    recover: bool
-    target: m.Target
-    staged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallReceive(Chunk):
-    """Engine call: receive a chunk over the open transport.
-
-    Transports of vLLM's own load the chunk at once. For all others a :class:`CallLoad` follows.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class CallLoad:
-    """Engine call: verify a received chunk, and load it if it is intact.
-
-    Attributes:
-        seq: the number of the chunk.
-        verify: how much of the chunk is verified.
-        sums: the expected checksums, one per tensor; empty: nothing is verified.
-    """
-
-    seq: int
-    verify: m.Verify
-    sums: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CallRestore:
-    """Engine call: end a started update that has not changed the served weights."""
-
-    target: m.Target
-
-
-@dataclass(frozen=True, slots=True)
-class CallFinish:
-    """Engine call: post-process the model's weights after the last chunk is loaded."""
-
-
-@dataclass(frozen=True, slots=True)
 class CallProbe:
     """Engine call: resume for these probes alone, then pause again as before.
 
@@ -229,19 +117,6 @@ class CallCommit:
     """Engine call: serve the loaded weights as ``version`` from now on."""
 
     version: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallSwap:
-    """Engine call: swap in the staged weights, between the same two steps on all ranks.
-
-    Attributes:
-        version: the version that the engine serves then.
-        clear_cache: whether requests drop their KV cache and compute it again.
-    """
-
-    version: int
-    clear_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,20 +145,11 @@ Call: TypeAlias = (
     | CallSleep
     | CallWakeWeights
     | CallResume
-    | CallOpenTransfer
-    | CallDrain
-    | CallArm
-    | CallExtend
-    | CallStart
-    | CallReceive
-    | CallLoad
-    | CallRestore
-    | CallFinish
     | CallProbe
     | CallCommit
-    | CallSwap
     | CallAbortRequests
     | CallAdmit
+    | ops.UpdateOperation
 )
 
 
@@ -296,9 +162,8 @@ class SendToPeers:
 
 
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancel | SendToPeers
-# The result of a call. Pause or swap: how many requests the engine has. Opening: how many
-# chunks may be received ahead. ARM: whether the update can be staged. Probe: its results.
-CallResult: TypeAlias = int | StagingCapacity | tuple[m.ProbeResult, ...] | None
+# The result of a call. Pause: how many requests the engine has. Probe: its results.
+CallResult: TypeAlias = int | ops.Done | tuple[m.ProbeResult, ...] | None
 
 COMMANDS: Final = frozenset(m.STEPS)
 CALL_STEPS: Final[dict[type[Call], m.Step]] = {
@@ -307,18 +172,18 @@ CALL_STEPS: Final[dict[type[Call], m.Step]] = {
     CallSleep: m.Step.SLEEP,
     CallWakeWeights: m.Step.WAKE,
     CallResume: m.Step.RESUME,
-    CallOpenTransfer: m.Step.TRANSFER_INIT,
-    CallDrain: m.Step.TRANSFER_DRAIN,
-    CallArm: m.Step.ARM,
-    CallExtend: m.Step.PART,
-    CallStart: m.Step.START,
-    CallReceive: m.Step.CHUNK,
-    CallLoad: m.Step.CHUNK,
-    CallRestore: m.Step.ABORT,
-    CallFinish: m.Step.FINISH,
+    ops.Open: m.Step.TRANSFER_INIT,
+    ops.Drain: m.Step.TRANSFER_DRAIN,
+    ops.ArmManifest: m.Step.ARM,
+    ops.Extend: m.Step.PART,
+    ops.Start: m.Step.START,
+    ops.ReceiveChunk: m.Step.CHUNK,
+    ops.LoadChunk: m.Step.CHUNK,
+    ops.Restore: m.Step.ABORT,
+    ops.Finish: m.Step.FINISH,
     CallProbe: m.Step.PROBE,
     CallCommit: m.Step.COMMIT,
-    CallSwap: m.Step.COMMIT,
+    ops.SwapStaged: m.Step.COMMIT,
     CallAbortRequests: m.Step.ABORT,
 }
 _NOT_THE_UPDATES: Final = (
@@ -384,16 +249,16 @@ class CallQueue:
         """Returns the call that runs, or else the next one; None: the queue is empty."""
         return self._jobs[0].call if self._jobs else None
 
-    def cancellable(self, *, staged: bool) -> CallSwap | CallReceive | None:
+    def cancellable(self) -> ops.SwapStaged | ops.ReceiveChunk | None:
         """Returns the running call that may wait for others for good; None: none.
 
         That is a swap, or a staged receive over a transport of vLLM's own.
         """
         running = self.running()
-        if isinstance(running, CallSwap):
+        if isinstance(running, ops.SwapStaged):
             return running
-        if isinstance(running, CallReceive) and staged and is_loaded_on_receipt(running.backend):
-            return running
+        if isinstance(running, ops.ReceiveChunk) and running.staged:
+            return running if is_loaded_on_receipt(running.backend) else None
         return None
 
     def end(self, call: Call) -> Job:

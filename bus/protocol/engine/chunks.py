@@ -2,7 +2,7 @@
 
 ::
 
-    message            condition                                  engine call, ack
+    message            condition                                  operation, ack
     WEIGHT_CHUNK_META  the engine has room for chunk k            receive(k)
     CHUNK_SENT k       receive(k) is queued, and every chunk      load(k, verify); ack chunk k
                        before k was sent
@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 from bus.messages import ChunkSent, Step, WeightChunkMeta
 from bus.protocol.core.failures import wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, part_of
-from bus.protocol.engine.calls import CallLoad, CallQueue, CallReceive, SessionEffect, ack
+from bus.protocol.engine.calls import CallQueue, SessionEffect, ack
+from bus.protocol.engine.operations import LoadChunk, ReceiveChunk
 from bus.vllm_payloads import is_loaded_on_receipt
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import ArmPart
+    from bus.messages import Arm, ArmPart
 
 
 class EngineChunks:
@@ -37,34 +38,32 @@ class EngineChunks:
         applied: how many chunks are loaded.
         parts: how many parts of the manifest have been armed.
         prefetch_depth: how many chunks the open transport may receive before they are loaded.
+        staged: whether chunks are loaded into spare memory.
     """
 
     def __init__(self, queue: CallQueue) -> None:
         self.applied = 0
         self.parts = 1
         self.prefetch_depth = 1
+        self.staged = False
         self._queue = queue
         self._update_id = ""
         self._backend = ""
         self._manifest: Manifest | None = None
-        self._joined: Manifest | None = None  # the same, with the part that is being checked
+        self._digest = ""  # of the same manifest
+        # The manifest with the part that is being checked, and its digest.
+        self._joined: tuple[Manifest, str] | None = None
         # How many chunks are announced (WEIGHT_CHUNK_META), sent (CHUNK_SENT) and received. The two
         # queues hold the messages whose receive or load can't be queued yet.
         self._ack_received = self._sent = self._received = 0
         self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
         self._checks: deque[tuple[int, ChunkSent]] = deque()
 
-    def begin(self, update_id: str, backend: str, manifest: Manifest) -> None:
-        """Starts with the first chunk of another update.
-
-        Args:
-            update_id: the update.
-            backend: the transport that brings the chunks.
-            manifest: the armed manifest.
-        """
-        self._update_id = update_id
-        self._backend = backend
-        self._manifest = manifest
+    def begin(self, message: Arm, manifest: Manifest) -> None:
+        """Starts with the first chunk of the update that an ARM describes."""
+        self._update_id = message.update_id
+        self._backend = message.backend
+        self._manifest, self._digest = manifest, message.digest
         self.applied, self.parts = 0, 1
         self.discard()
 
@@ -79,13 +78,15 @@ class EngineChunks:
             raise wrong_state(f"part {message.part} of an update with {self.parts} parts", "part")
         if self.applied < self.total:  # a CHUNK_SENT was lost: the broker repeats it
             return None
-        part, self._joined = part_of(manifest, message)
+        part, joined = part_of(manifest, message)
+        self._joined = joined, message.digest
         return part
 
     def on_extended(self) -> None:
         """Records that the engine takes the tensors of the part that :meth:`extend` returned."""
+        assert self._joined is not None
         self.parts += 1
-        self._manifest = self._joined
+        self._manifest, self._digest = self._joined
 
     def discard(self) -> None:
         """Discards all chunks that are announced, sent or received, but not loaded."""
@@ -119,14 +120,14 @@ class EngineChunks:
             message: the message.
 
         Raises:
-            Declined: there is no such chunk, or it differs from the manifest's.
+            Declined: there is no such chunk, or it is of another manifest.
         """
         if message.chunk >= self.total:
             raise wrong_state(f"chunk {message.chunk} of {self.total}", "chunk")
         if message.chunk < self.applied:
             return [ack(msg_id, Step.CHUNK, self._update_id, chunk=message.chunk)]
         if isinstance(message, WeightChunkMeta) and message.chunk == self._ack_received:
-            check_chunk(self._armed_manifest(), message)
+            check_chunk(self._digest, message)
             self._ack_received += 1
             self._metas.append((msg_id, message))
         elif isinstance(message, ChunkSent) and message.chunk == self._sent < self._ack_received:
@@ -152,16 +153,16 @@ class EngineChunks:
             received, passed = self._ack_received - len(self._metas), self._sent - len(self._checks)
             if self._metas and received - passed < (1 if theirs else self.prefetch_depth):
                 msg_id, meta = self._metas.popleft()
-                tensors = self._armed_manifest().chunk(meta.chunk)
-                chunk = meta.chunk, self._backend, tensors, meta.handle, self._update_id
-                self._queue.add(CallReceive(*chunk), msg_id)
+                chunk = meta.chunk, self._backend, meta.handle, self._update_id
+                self._queue.add(ReceiveChunk(*chunk, staged=self.staged), msg_id)
             elif theirs and self._checks and passed < self._received:
                 msg_id, sent = self._checks.popleft()
                 self.applied += 1
                 acks.append(ack(msg_id, Step.CHUNK, self._update_id, chunk=sent.chunk))
             elif not theirs and self._checks and passed < received:
                 msg_id, sent = self._checks.popleft()
-                self._queue.add(CallLoad(sent.chunk, sent.verify, sent.sums), msg_id)
+                load = LoadChunk(sent.chunk, sent.verify, sent.sums, staged=self.staged)
+                self._queue.add(load, msg_id)
             else:
                 return acks
 

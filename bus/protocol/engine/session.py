@@ -26,6 +26,7 @@ from bus import messages as m
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
 from bus.protocol.engine import calls as c
+from bus.protocol.engine import operations as ops
 from bus.protocol.engine.admission import Admission
 from bus.protocol.engine.lease import LEASE_RETRY_MS, EngineLease, LeaseState
 from bus.protocol.engine.memory import EngineMemory
@@ -182,7 +183,7 @@ class EngineSession:
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """Cancels a swap that waits for peer ranks: it would delay the requested pause."""
-        swaps = isinstance(self.update.cancellable, c.CallSwap)
+        swaps = isinstance(self.update.cancellable, ops.SwapStaged)
         return [c.CallCancel()] if self.lease.peers and swaps else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
@@ -222,9 +223,9 @@ class EngineSession:
             effects = [*self._take_waiting_for_admission(), Send(self.beat())]
         else:
             effects = self.update.on_call_done(job, took_ms, result)
-        if isinstance(call, c.CallSwap):  # no resume follows to open admission
+        if isinstance(call, ops.SwapStaged):  # no resume follows to open admission
             effects = self._admit_first(effects)
-        elif isinstance(call, c.CallResume | c.CallRestore) or not self.admission.unconfirmed:
+        elif isinstance(call, c.CallResume | ops.Restore) or not self.admission.unconfirmed:
             effects += self._update_admission()  # the group's version may have risen meanwhile
         return self._with_calls(effects, now_ms)
 
@@ -248,7 +249,7 @@ class EngineSession:
             effects = self.update.on_call_failed(job, failure)
             if isinstance(call, c.CallProbe):
                 self.pause.on_probe_failed(now_ms)
-            elif isinstance(call, c.CallRestore) or not self.admission.unconfirmed:
+            elif isinstance(call, ops.Restore) or not self.admission.unconfirmed:
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
 

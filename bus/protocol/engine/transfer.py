@@ -3,13 +3,13 @@
 ::
 
     state    event                          next     engine call, ack
-    any      TRANSFER_INIT of another       CLOSED   open_transfer(backend, params, place)
+    any      TRANSFER_INIT of another       CLOSED   Open
              transport
     any      opened                         OPEN     ack transfer_init
     any      opening failed                 CLOSED   nack transfer_init
     OPEN     TRANSFER_INIT of the same      OPEN     ack transfer_init, again
              transport
-    OPEN     TRANSFER_DRAIN                 OPEN     drain_transfer(...), once
+    OPEN     TRANSFER_DRAIN                 OPEN     Drain, once
     OPEN     drained                        OPEN     ack transfer_drain
     OPEN     the same TRANSFER_DRAIN        OPEN     ack transfer_drain, again
     OPEN     the drain failed               CLOSED   nack transfer_drain: its sender may wait in a
@@ -27,15 +27,8 @@ from typing import TYPE_CHECKING
 
 from bus.messages import NackCode, Step, TransferDrain, TransferInit
 from bus.protocol.core.failures import decline
-from bus.protocol.engine.calls import (
-    CALL_STEPS,
-    CallDrain,
-    CallOpenTransfer,
-    CallQueue,
-    SessionEffect,
-    ack,
-)
-from bus.weight_transfer.allocation import NO_RANK, RankAssignment
+from bus.protocol.engine.calls import CALL_STEPS, CallQueue, SessionEffect, ack
+from bus.protocol.engine.operations import Drain, Open
 
 if TYPE_CHECKING:
     from bus.protocol.core.effects import Send
@@ -52,8 +45,8 @@ class EngineTransfer:
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue
         self._name = name
-        self._open: CallOpenTransfer | None = None
-        self._asked: tuple[CallOpenTransfer, int] | None = None  # the last one, and its epoch
+        self._open: Open | None = None
+        self._asked: tuple[Open, int] | None = None  # the last one, and its epoch
         self._drained = ""  # the id of the last drain that has ended well
         self.epoch = 0
 
@@ -82,7 +75,7 @@ class EngineTransfer:
         if not self.is_open(message):
             found = f"transport {message.transfer} is not open here"
             raise decline(NackCode.TRANSFER_CLOSED, found, field="transfer")
-        call = CallDrain(message.update_id, message.backend, message.handle, message.timeout_ms)
+        call = Drain(message.update_id, message.backend, message.handle, message.timeout_ms)
         if call not in self._queue:
             self._queue.add(call, msg_id)
         return []
@@ -97,22 +90,23 @@ class EngineTransfer:
             return self._open is not None and self._open.update_id == message.transfer
         return self._open == self._opening(message)
 
-    def _opening(self, message: TransferInit) -> CallOpenTransfer:
-        place = NO_RANK
-        if message.communicator:
-            first_rank = message.first_ranks.get(self._name)
-            if first_rank is None:  # 0 is the sender's
-                raise decline(
-                    NackCode.MALFORMED,
-                    f"{self._name} has no rank in the communicator",
-                    field="first_ranks",
-                )
-            place = RankAssignment(message.communicator, message.world_size, first_rank)
-        return CallOpenTransfer(message.update_id, message.backend, message.params, place)
+    def _opening(self, message: TransferInit) -> Open:
+        opening = Open(message.update_id, message.backend, message.params)
+        if not message.communicator:
+            return opening
+        first_rank = message.first_ranks.get(self._name)
+        if first_rank is None:  # 0 is the sender's
+            raise decline(
+                NackCode.MALFORMED,
+                f"{self._name} has no rank in the communicator",
+                field="first_ranks",
+            )
+        place = message.communicator, message.world_size, first_rank
+        return Open(message.update_id, message.backend, message.params, *place)
 
-    def on_done(self, msg_id: int, call: CallOpenTransfer | CallDrain, took_ms: float) -> Send:
+    def on_done(self, msg_id: int, call: Open | Drain, took_ms: float) -> Send:
         """Records that the transport is open, or drained, and returns the ACK."""
-        if isinstance(call, CallDrain):
+        if isinstance(call, Drain):
             self._drained = call.update_id
         else:
             self._open = call
@@ -131,7 +125,7 @@ class EngineTransfer:
         opened = self._open
         if opened is None or opened.backend != update.backend:
             field, found = "backend", f"no {update.backend} transport is open here"
-        elif opened.assignment.communicator != update.communicator:
+        elif opened.communicator != update.communicator:
             field, found = "communicator", "the transport was made for another communicator"
         elif update.transfer and update.transfer != opened.update_id:
             field, found = "transfer", f"an earlier transport, {opened.update_id}, is open here"

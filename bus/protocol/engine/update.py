@@ -14,8 +14,8 @@ model, or a LoRA adapter.
     admission is found closed                    + both models  quarantined
     a sleep that discards weights is called      + both models  quarantined, or weights_discarded
     ARM of any part, while partial               (same)         armed as usual
-    UPDATE_START, while partial                  (same)         start_update(recover)
-    ABORT, nothing of p loaded, p not in it      (same)         restore(p)
+    UPDATE_START, while partial                  (same)         Start(recover)
+    ABORT, nothing of p loaded, p not in it      (same)         Restore(p)
     ABORT, nothing of p loaded, p in it          (same)         no call: nothing to restore
     COMMIT of p                                  - p            whole, if it is empty now; else
                                                                 the ack says "partial"
@@ -64,6 +64,7 @@ from bus.protocol.core.failures import Failure, swap_cancelled, wrong_state
 from bus.protocol.core.state_table import StateMachine
 from bus.protocol.core.validation import manifest_of
 from bus.protocol.engine import calls as c
+from bus.protocol.engine import operations as ops
 from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
@@ -77,7 +78,6 @@ from bus.protocol.engine.update_states import (
     EngineUpdateState,
 )
 from bus.vllm_payloads import is_loaded_on_receipt
-from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,13 +146,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     @property
     def has_loaded(self) -> bool:
         """Whether new weights of :attr:`part_in_place` are loaded, or are being loaded."""
-        loads = self._loaded or isinstance(self._queue.running(), c.CallLoad)
+        loads = self._loaded or isinstance(self._queue.running(), ops.LoadChunk)
         return loads and self.in_place
 
     @property
-    def cancellable(self) -> c.CallSwap | c.CallReceive | None:
+    def cancellable(self) -> ops.SwapStaged | ops.ReceiveChunk | None:
         """The running call that may wait for good, and that :class:`CallCancel` ends; or None."""
-        return self._queue.cancellable(staged=self.staged)
+        return self._queue.cancellable()
 
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one, and is not stale."""
@@ -194,13 +194,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         manifest = manifest_of(message)
         order.require_base(self.version, self.partial)
         self.transfer.require(order)
-        call = c.CallArm(manifest, order.target, message.staging, order.after != self.version)
+        stale = order.after != self.version
+        call = ops.ArmManifest(manifest, order.target, message.staging, stale, message.digest)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
-        self._chunks.begin(message.update_id, message.backend, manifest)
-        self._loaded = False
+        self._chunks.begin(message, manifest)
+        self._loaded = self.staged = False
         self._probed = None
-        self.staged = False
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
@@ -223,9 +223,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._order.require_base(self.version, self.partial)
         self._require_kept()
         self.transfer.require(self._order)
-        call = c.CallStart(bool(self.partial), self.target, message.staged)
+        call = ops.Start(self.target, bool(self.partial), staged=message.staged)
         effects = self._begin(_E.START_ASKED, call, msg_id)
-        self.staged = message.staged
+        self.staged = self._chunks.staged = message.staged
         return effects
 
     def chunk(self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent) -> list[c.SessionEffect]:
@@ -247,7 +247,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if message.part < self._chunks.parts:
             return [c.ack(msg_id, m.Step.PART, self.update_id)]
         part = self._chunks.extend(message)
-        return [] if part is None else self._begin(_E.PART_ASKED, c.CallExtend(part), msg_id)
+        return [] if part is None else self._begin(_E.PART_ASKED, ops.Extend(part), msg_id)
 
     def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
         """Executes an UPDATE_FINISH, whose message id is ``msg_id``."""
@@ -260,7 +260,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state(f"the update is {self.state.value}, not loading")
         if not self._chunks.has_sent_all:  # a CHUNK_SENT was lost: the broker repeats it
             return []
-        return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
+        return self._begin(_E.FINISH_ASKED, ops.Finish(staged=self.staged), msg_id)
 
     def probe(self, msg_id: int, message: m.Probe, pause: c.CallPause) -> list[c.SessionEffect]:
         """Executes a PROBE. The caller has checked that the engine is paused by ``pause``."""
@@ -294,7 +294,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
         if (staging := self._order.staging) is None or not swaps:
             raise swap_cancelled("ranks in lockstep swap at a step; a paused rank makes none")
-        call = c.CallSwap(message.version, staging.clear_cache)
+        call = ops.SwapStaged(message.version, staging.clear_cache)
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
     def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
@@ -320,27 +320,27 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     ) -> list[c.SessionEffect]:
         """Handles the return of one of the update's calls, with its ``result``."""
         call = job.call
-        if isinstance(call, c.CallReceive):
+        if isinstance(call, ops.ReceiveChunk):
             return self._run_waiting_abort(self._chunks.on_received())
         if isinstance(call, _OF_TRANSPORTS):
-            if isinstance(result, int):  # of an opening
-                self._chunks.prefetch_depth = result
+            if isinstance(result, ops.Done) and isinstance(call, ops.Open):
+                self._chunks.prefetch_depth = result.ahead
             return self._run_waiting_abort([self.transfer.on_done(job.reply_to, call, took_ms)])
         if self._is_for_peer(job):
             return self._run_waiting_abort([])
-        if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
+        if isinstance(call, (ops.Restore, c.CallAbortRequests)):
             outcome = self._or_partial("untouched" if self.staged else "restored")
             return self._ack_abort(job.reply_to, outcome, took_ms)
-        if isinstance(call, c.CallArm):
+        if isinstance(call, ops.ArmManifest):
             self._go(_E.ARM_RETURNED)
-            if isinstance(result, StagingCapacity):
-                self._order.has_room(result, self.partial, took_ms)
+            if isinstance(result, ops.Done) and result.room is not None:
+                self._order.has_room(result.room, self.partial, took_ms)
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
         if type(call) in RETURNED:
             self._go(RETURNED[type(call)])
-        if isinstance(call, c.CallExtend):
+        if isinstance(call, ops.Extend):
             self._chunks.on_extended()
-        elif isinstance(call, c.CallLoad):
+        elif isinstance(call, ops.LoadChunk):
             self._chunks.on_loaded()
             self._lost_the_old()
         elif isinstance(call, c.CallProbe):
@@ -348,12 +348,12 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             results = result if isinstance(result, tuple) else ()
             self._probed = (call, m.Probed(self.update_id, results, round(took_ms, 3)))
             return self._run_waiting_abort([Send(self._probed[1], reply_to=job.reply_to)])
-        elif isinstance(call, c.CallCommit | c.CallSwap):
+        elif isinstance(call, c.CallCommit | ops.SwapStaged):
             self._go(_E.COMMIT_RETURNED)
             self._admission.version = call.version
             self.partial.discard(self._order.part)
             self._last_commit = self.update_id
-            count = result if isinstance(result, int) else 0
+            count = result.in_flight if isinstance(result, ops.Done) else 0
             return self._run_waiting_abort([self._commit_ack(job.reply_to, took_ms, count)])
         step, chunk = c.CALL_STEPS[type(call)], getattr(call, "seq", 0)
         return self._run_waiting_abort(
@@ -376,24 +376,24 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [Note("abort_failed", "error", {"detail": failure.detail})]
         self._queue.drop_waiting()
         self._chunks.discard()
-        chunk = call.seq if isinstance(call, c.CallReceive | c.CallLoad) else 0
-        if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
+        chunk = call.seq if isinstance(call, ops.ReceiveChunk | ops.LoadChunk) else 0
+        if isinstance(call, (ops.Restore, c.CallAbortRequests)):
             # The undo itself failed: only a whole update ends this engine's quarantine.
             note = Note("abort_failed", "error", {"detail": failure.detail})
-            if isinstance(call, c.CallRestore) and self.staged:  # the served weights are whole
+            if isinstance(call, ops.Restore) and self.staged:  # the served weights are whole
                 return [note, *self._ack_abort(job.reply_to, self._or_partial("untouched"), 0.0)]
-            if isinstance(call, c.CallRestore):
+            if isinstance(call, ops.Restore):
                 self.partial.add(self._order.part)
                 self._undoing = self._queue.add(c.CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._ack_abort(job.reply_to, "partial", 0.0)]
-        if isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
+        if isinstance(call, ops.SwapStaged) and failure.code is not m.NackCode.CALLED_OFF:
             return self._on_half_swapped(job, failure)
         if type(call) in FAILED:
             self._go(FAILED[type(call)])
-        elif isinstance(call, c.CallStart):
+        elif isinstance(call, ops.Start):
             self._lost_the_old()  # a half-started update may have changed weights
-        elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
+        elif isinstance(call, ops.LoadChunk) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
         if self.state is _S.FINISHING:
             self._go(_E.FINISH_FAILED)
@@ -409,7 +409,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     def on_issued(self, call: object) -> None:
         """Records, before any engine call is made, if it may change weights or close admission."""
-        if isinstance(call, c.CallReceive) and is_loaded_on_receipt(call.backend):
+        if isinstance(call, ops.ReceiveChunk) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, c.CallAbortRequests):
             self._admission.closed = True
@@ -463,7 +463,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             self._undoing = self._queue.add(c.CallAbortRequests(), msg_id)
             return []
         if began and self._order.part not in self.partial:
-            self._queue.add(c.CallRestore(self.target), msg_id)
+            self._queue.add(ops.Restore(self.target, self.staged), msg_id)
             return []
         return self._ack_abort(msg_id, self._or_partial("untouched"), 0.0)
 
@@ -484,15 +484,15 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state(f"no such update here ({at})", "update_id")
 
 
-_OF_TRANSPORTS: Final = (c.CallOpenTransfer, c.CallDrain)
+_OF_TRANSPORTS: Final = (ops.Open, ops.Drain)
 _UPDATE_CALLS: Final = (
     *_OF_TRANSPORTS,
-    c.CallArm,
-    c.CallExtend,
-    c.CallStart,
-    c.CallReceive,
-    c.CallLoad,
-    c.CallFinish,
+    ops.ArmManifest,
+    ops.Extend,
+    ops.Start,
+    ops.ReceiveChunk,
+    ops.LoadChunk,
+    ops.Finish,
     c.CallProbe,
-    c.CallSwap,
+    ops.SwapStaged,
 )

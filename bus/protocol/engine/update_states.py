@@ -7,6 +7,7 @@ from typing import Final
 
 from bus.messages import NackCode
 from bus.protocol.engine import calls as c
+from bus.protocol.engine import operations as ops
 
 
 class EngineUpdateState(StrEnum):
@@ -57,26 +58,26 @@ _IDLE: Final = (_S.NONE, _S.ABORTING)  # there is nothing to abort
 # and LOADING, chunks are received and loaded in order (:mod:`bus.protocol.engine.chunks`). A start
 # or a chunk that fails is refused, and the state stays.
 TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdateState]] = {
-    (_S.NONE, _E.ARM_ASKED): _S.ARMING,  # arm(manifest); a patch only onto its base
+    (_S.NONE, _E.ARM_ASKED): _S.ARMING,  # ArmManifest; a patch only onto its base
     (_S.ARMED, _E.ARM_ASKED): _S.ARMING,  # the same: the update before has touched nothing
     (_S.ARMING, _E.ARM_RETURNED): _S.ARMED,  # ack arm
     (_S.ARMING, _E.ARM_FAILED): _S.NONE,  # nack arm
-    (_S.ARMED, _E.START_ASKED): _S.STARTING,  # start_update(recover) in a pause, or (staged)
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,  # Start, in a pause or staged
     (_S.STARTING, _E.START_RETURNED): _S.LOADING,  # ack start
-    (_S.LOADING, _E.PART_ASKED): _S.EXTENDING,  # extend(part), after all chunks; takes no chunk
+    (_S.LOADING, _E.PART_ASKED): _S.EXTENDING,  # Extend, after all chunks; takes no chunk
     (_S.EXTENDING, _E.PART_ENDED): _S.LOADING,  # ack part; nack part: its chunks are unknown
-    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # finish_update(), behind the last load
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # Finish, behind the last load
     (_S.FINISHING, _E.FINISH_RETURNED): _S.FINISHED,  # ack finish
     (_S.FINISHING, _E.FINISH_FAILED): _S.LOADING,  # nack finish or chunk; may be tried again
     (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # probe(), unless it was the last one
     (_S.PROBING, _E.PROBE_ENDED): _S.FINISHED,  # PROBED, kept; nack: the pause is unknown
-    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # commit(version); staged: swap(version)
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # commit(version); staged: SwapStaged
     (_S.COMMITTING, _E.COMMIT_RETURNED): _S.NONE,  # ack commit: the version is served
     (_S.COMMITTING, _E.COMMIT_FAILED): _S.FINISHED,  # nack commit; a cancelled swap, too
     (_S.COMMITTING, _E.HALF_SWAPPED): _S.ABORTING,  # nack commit; partial: admission is closed
     # By an ABORT, the lease's end, or, if staged, a command that shows that the broker has ended
     # it; after the running call. If something was loaded: partial, admission is closed. If nothing
-    # was, or only an adapter (:mod:`bus.lora`): restore(). A running swap is cancelled first.
+    # was, or only an adapter (:mod:`bus.lora`): Restore. A running swap is cancelled first.
     **{(each, _E.GIVEN_UP): _S.ABORTING for each in _S if each not in _IDLE},
     (_S.NONE, _E.WEIGHTS_ABANDONED): _S.ABORTING,  # no trainer brings discarded weights
     (_S.ABORTING, _E.UNDONE): _S.NONE,  # ack abort: untouched, restored, partial
@@ -88,17 +89,17 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
 }
 
 # The events of calls that have returned, or failed.
-RETURNED: Final = {
-    c.CallStart: _E.START_RETURNED,
-    c.CallExtend: _E.PART_ENDED,
-    c.CallFinish: _E.FINISH_RETURNED,
+RETURNED: Final[dict[type, EngineUpdateEvent]] = {
+    ops.Start: _E.START_RETURNED,
+    ops.Extend: _E.PART_ENDED,
+    ops.Finish: _E.FINISH_RETURNED,
 }
-FAILED: Final = {
-    c.CallArm: _E.ARM_FAILED,
-    c.CallExtend: _E.PART_ENDED,
+FAILED: Final[dict[type, EngineUpdateEvent]] = {
+    ops.ArmManifest: _E.ARM_FAILED,
+    ops.Extend: _E.PART_ENDED,
     c.CallProbe: _E.PROBE_ENDED,
     c.CallCommit: _E.COMMIT_FAILED,
-    c.CallSwap: _E.COMMIT_FAILED,
+    ops.SwapStaged: _E.COMMIT_FAILED,
 }
 
 # In these states the model may hold weights of two versions.

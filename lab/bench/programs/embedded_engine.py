@@ -17,6 +17,7 @@ import torch
 import bus.log
 from bus import vllm_payloads
 from bus.errors import WavebusError
+from bus.protocol.engine.operations import Finish, LoadChunk, ReceiveChunk
 from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.formats import BroadcastChunk, encode
 from bus.weight_transfer.gloo import GlooReceiver
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.manifest import TensorMeta
-    from bus.messages import Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk
+    from sidecar.engine import Done, UpdateOperation
 
 _LINE_BYTES: Final = 1 << 24  # a line may be a manifest of all tensors
 
@@ -60,7 +60,7 @@ class ClientReceiver(GlooReceiver):
 
 
 class TimedEngine(EmbeddedEngine):
-    """An embedded engine that records when its receive, load and swap calls run."""
+    """An embedded engine that records when its operations run."""
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -69,26 +69,18 @@ class TimedEngine(EmbeddedEngine):
         self.taken_calls = self._calls.take
         self._copy: MemoryCopy | None = None
 
-    async def receive(self, chunk: Chunk) -> None:
-        """Receives a chunk, and records the call."""
-        with self._calls.record("receive"):
-            await super().receive(chunk)
-        if vllm_payloads.is_loaded_on_receipt(chunk.backend):
-            await self.load(chunk.seq)
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a chunk, and records the call."""
-        with self._calls.record("load"):
-            await super().load(seq, verify, sums)
-
-    async def swap(self, version: int, *, clear_cache: bool) -> int:
-        """Swaps in the staged weights, and records the call."""
-        with self._calls.record("swap"):
-            return await super().swap(version, clear_cache=clear_cache)
+    async def perform(self, operation: UpdateOperation) -> Done:
+        """Carries out an operation, and records the call by the operation's name."""
+        with self._calls.record(str(operation.__struct_config__.tag)):
+            done = await super().perform(operation)
+        backend = operation.backend if isinstance(operation, ReceiveChunk) else ""
+        if isinstance(operation, ReceiveChunk) and vllm_payloads.is_loaded_on_receipt(backend):
+            await self.perform(LoadChunk(operation.seq, staged=operation.staged))
+        return done
 
     async def finish(self, version: int) -> None:
         """Finishes and commits an update in one call, as a trainer without a bus does."""
-        await self.finish_update()
+        await self.perform(Finish())
         await self.commit(version)
 
     def swap_ms(self) -> float:

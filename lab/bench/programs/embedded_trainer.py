@@ -17,13 +17,13 @@ import aiohttp
 import torch
 
 from bus.errors import WavebusError
-from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.protocol.engine.operations import ArmManifest, LoadChunk, Open, ReceiveChunk, Start
+from bus.weight_transfer.allocation import ALONE, World
 from bus.weight_transfer.registry import make_sender
 from lab.bench.programs.broadcast import MemoryCopy
 from lab.bench.programs.call_times import CallTimes
 from lab.bench.programs.measured_agent import BOOT_S, MeasuredAgent, TimedSender
 from lab.network import Network, PolicyConfig, save_network
-from sidecar.engine import Chunk
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.shared_memory import share_memory
@@ -110,14 +110,14 @@ class DirectTrainer:
     async def open(self) -> None:
         """Opens the transport at the trainer and at all engines."""
         sender, count = self._timed, len(self._ends)
-        world, places = ALONE, [NO_RANK] * count
+        world, places = ALONE, [(0, 1, 0)] * count
         if sender.is_collective:
             world = World(1, 1 + count, "127.0.0.1")
-            places = [RankAssignment(1, world.size, 1 + index) for index in range(count)]
+            places = [(1, world.size, 1 + index) for index in range(count)]
         size_bytes = self._plan.buffer_bytes(sender.inner)
         params = await asyncio.to_thread(sender.open, size_bytes, world)
         opening = [
-            self._ask(end, "open_transfer", self._backend, params, place)
+            self._ask(end, "perform", Open("", self._backend, params, *place))
             for end, place in zip(self._ends, places, strict=True)
         ]
         await asyncio.gather(*opening, asyncio.to_thread(sender.meet))
@@ -130,17 +130,17 @@ class DirectTrainer:
         timed = self._timed
         timed.begin()
         since_s = time.monotonic()
-        await self._all("arm", plan.manifest)
+        await self._all("perform", ArmManifest(plan.manifest))
         await self._all("pause", "keep", clear_cache=clear_cache)
-        await self._all("start_update", recover=False)
+        await self._all("perform", Start())
         left = iter(tensors)
         for seq in range(plan.chunks):
             handle = timed.put(seq, list(itertools.islice(left, plan.tensor_count(seq))))
-            chunk = Chunk(seq, self._backend, plan.manifest.chunk(seq), handle)
+            chunk = ReceiveChunk(seq, self._backend, handle)
             await asyncio.gather(
-                self._all("receive", chunk), asyncio.to_thread(timed.transfer, seq)
+                self._all("perform", chunk), asyncio.to_thread(timed.transfer, seq)
             )
-            await self._all("load", seq)
+            await self._all("perform", LoadChunk(seq))
             timed.on_taken(seq)
         await self._all("finish", self._version)
         await self._all("resume")

@@ -6,11 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import bus.log
-from sidecar.engine import EngineInfo, StagingCapacity
+from sidecar.engine import Done, EngineInfo, StagingCapacity
 from sidecar.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
+
+    from sidecar.engine import UpdateOperation
 
 
 class StubEngine:
@@ -32,8 +34,7 @@ class StubEngine:
         return None
 
     close = join_run = pause = resume = sleep = wake_weights = wake = admit = _nothing
-    clear_cache = start_update = receive = load = restore = finish_update = _nothing
-    commit = swap = call_off = _nothing
+    clear_cache = commit = call_off = _nothing
     in_flight = version = abort_requests = _zero
     request_ids = probe = _no_items
     core_view = write_pause_lease = abandoned_pause = _none
@@ -47,13 +48,9 @@ class StubEngine:
         await asyncio.Event().wait()
         return ""
 
-    async def open_transfer(self, *_: Any, **__: Any) -> int:
-        """Returns 1, the number of chunks in flight."""
-        return 1
-
-    async def arm(self, *_: Any, **__: Any) -> StagingCapacity:
-        """Returns why the update can't be staged: a stub has no weights."""
-        return StagingCapacity(why_not="a stub has no weights")
+    async def perform(self, _operation: UpdateOperation) -> Done:
+        """Returns why an update can't be staged: a stub has no weights."""
+        return Done(room=StagingCapacity(why_not="a stub has no weights"))
 
 
 async def stub_engines(

@@ -39,8 +39,7 @@ ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
 # Answered by the core (:mod:`sidecar.vllm.plugin.core.swap`), with a list that says whether a swap
-# was called off. SWAP takes ``version``, ``clear_cache``, and two operations for the workers: first
-# ``check``, then ``operation``.
+# was called off. SWAP takes ``operation``, an encoded :class:`SwapStaged`.
 SWAP: Final = "wavebus_swap"
 CALL_OFF: Final = "wavebus_call_off"
 # Also answered by the core: JOIN_RUN salts caches by ``run``; CLEAR_CACHES drops keys, values and

@@ -21,7 +21,8 @@ from bus.messages import (
     Wake,
 )
 from bus.protocol.core.failures import Failure
-from bus.protocol.engine.calls import CallArm, CallEscalate
+from bus.protocol.engine.calls import CallEscalate
+from bus.protocol.engine.operations import ArmManifest, Done
 from bus.protocol.engine.pause import EnginePauseState
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._session import MANIFEST, ROOM, STAGING, Driver
@@ -59,7 +60,7 @@ class AnyOrder(Driver):
         if self.running is None:
             return
         if code is None:
-            self.returned(ROOM if isinstance(self.running, CallArm) else None)
+            self.returned(Done(room=ROOM) if isinstance(self.running, ArmManifest) else None)
         else:
             self.failed(code)
 

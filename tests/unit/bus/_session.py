@@ -17,6 +17,7 @@ from bus.messages import (
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import CallCancel, CallEscalate, SendToPeers
+from bus.protocol.engine.operations import Done
 from bus.protocol.engine.session import EngineSession
 from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
@@ -91,7 +92,7 @@ class Driver:
         self.returned()
         arm = make_arm("u1", MANIFEST, version=4, staging=STAGING)
         self.command(replace(arm, backend=backend))
-        self.returned(room)
+        self.returned(Done(room=room))
         return self
 
     def stages(self) -> Driver:

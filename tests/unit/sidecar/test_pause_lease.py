@@ -12,17 +12,18 @@ from msgspec.structs import replace
 
 from bus.errors import EngineError
 from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
-from bus.protocol.engine.calls import (
-    CallCommit,
-    CallFinish,
-    CallLoad,
-    CallPause,
-    CallReceive,
-    CallResume,
-    CallStart,
+from bus.protocol.engine.calls import CallCommit, CallPause, CallResume
+from bus.protocol.engine.operations import (
+    Done,
+    Finish,
+    LoadChunk,
+    Operation,
+    ReceiveChunk,
+    Restore,
+    Start,
 )
 from bus.protocol.engine.pause import EnginePauseState
-from sidecar.pause_lease import UPDATE_CALLS, PauseLeaseWriter
+from sidecar.pause_lease import PauseLeaseWriter
 from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease, deadline_ns
 from tests.sim.makers import make_chunk, make_sent
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
@@ -52,10 +53,11 @@ class Page:
         self.held = lease
         return None
 
-    async def restore(self, target: str) -> None:
-        self.done.append(f"restore {target}")
+    async def perform(self, operation: Restore) -> Done:
+        self.done.append(f"restore {operation.target}")
         if self.fails:
             raise EngineError("it broke")
+        return Done()
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - the engine's
         self.done.append("open" if open else "shut")
@@ -142,15 +144,15 @@ def test_what_an_update_has_begun_is_held_before_it_is_called(kept: Kept) -> Non
     kept.armed().paused()
     assert kept.held.begun == ""
     kept.command(UpdateStart("u1"))
-    assert isinstance(kept.running, CallStart)
+    assert isinstance(kept.running, Start)
     assert (kept.held.begun, kept.held.partial) == ("model", ())
     kept.returned()
     kept.command(make_chunk("u1", MANIFEST, 0, 1))
     kept.command(make_sent("u1", MANIFEST, 0, 1))
-    assert isinstance(kept.running, CallReceive)
+    assert isinstance(kept.running, ReceiveChunk)
     assert kept.held.partial == ()
     kept.returned()
-    assert isinstance(kept.running, CallLoad)
+    assert isinstance(kept.running, LoadChunk)
     assert (kept.held.begun, kept.held.partial) == ("model", ("model",))
     kept.returned()
     kept.command(make_chunk("u1", MANIFEST, 1, 1))
@@ -159,7 +161,7 @@ def test_what_an_update_has_begun_is_held_before_it_is_called(kept: Kept) -> Non
         assert kept.held.partial == ("model",)
         kept.returned()
     kept.command(UpdateFinish("u1"))
-    assert isinstance(kept.running, CallFinish)
+    assert isinstance(kept.running, Finish)
     assert kept.held.partial == ("model",)
     kept.returned()
     kept.command(Commit("u1", 4, "", ()))
@@ -181,14 +183,14 @@ def test_under_a_hold_that_is_void_no_update_is_called(kept: Kept, state: Outcom
     kept.armed().paused()
     kept.ends(state)
     kept.command(UpdateStart("u1"))
-    assert isinstance(kept.running, UPDATE_CALLS)
+    assert isinstance(kept.running, Start)
     kept.keep()
     with pytest.raises(EngineError, match="the pause's lease was over, and the engine is") as found:
         kept.owner.require_held()
     assert found.value.code is NackCode.WRONG_STATE
     kept.failed()
     kept.command(Resume("u1"))
-    assert not isinstance(kept.running, UPDATE_CALLS)
+    assert not isinstance(kept.running, Operation)
 
 
 def test_an_engine_that_another_living_sidecar_holds_is_not_taken_over(kept: Kept) -> None:
@@ -245,7 +247,7 @@ def test_nothing_is_followed_while_a_call_is_under_way(kept: Kept) -> None:
     kept.started()
     kept.ends("resumed")
     kept.command(make_chunk("u1", MANIFEST, 0, 1))
-    assert isinstance(kept.running, CallReceive)
+    assert isinstance(kept.running, ReceiveChunk)
     assert kept.keep() == []
     assert kept.session.phase == "updating"
 

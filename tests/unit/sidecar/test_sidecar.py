@@ -24,6 +24,7 @@ from sidecar import sidecar as module
 from sidecar.engine import EngineInfo
 from sidecar.shared_pages.pause_lease import LeaseOutcome
 from tests.support.broker import a_broker
+from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ TIMEOUT_S = 60.0
 REQUESTS = tuple(f"{n:0300}" for n in range(MAX_REQUEST_IDS + 1))
 
 
-class Recorded(StubEngine):
+class Recorded(ByStep, StubEngine):
     """Tells what was called; drains in `wait` until it is paused otherwise."""
 
     def __init__(self, rank: int = 0, size: int = 1, endpoint: str = "") -> None:
@@ -109,10 +110,10 @@ class Leased(Recorded):
         self.serials.append(self.page.serial)
         return 0
 
-    async def start_update(self, **_: object) -> None:
+    async def on_start(self, *_: object) -> None:
         self.calls.append("start")
 
-    async def load(self, *_: object) -> None:
+    async def on_load(self, *_: object) -> None:
         for _moment in ("before", "during"):
             assert self.page is not None
             self.partial.append(self.page.partial)

@@ -4,11 +4,11 @@ the peer was heard."""
 from __future__ import annotations
 
 from bus.messages import Commit, StatusRequest, WeightChunkMeta
-from bus.protocol.engine.calls import CallLoad
+from bus.protocol.engine.operations import LoadChunk
 from tests.unit.bus._scene import Scene
 from trainer_agent.failures import silent_broker, silent_engines
 
-CHUNK = WeightChunkMeta("u1", 2, (), (), (), (), b"")
+CHUNK = WeightChunkMeta("u1", 2, "", b"")
 
 
 def test_a_silent_broker_is_named_with_the_chunk() -> None:
@@ -27,14 +27,14 @@ def test_a_step_has_its_name_and_no_chunk() -> None:
 def test_who_holds_up_the_chunk_that_was_asked_for_is_named() -> None:
     """With the chunk that it has not applied, since when, and when it was heard."""
     scene = Scene(1, 1)
-    scene.engine("e1").behaviour.hold.add(CallLoad)
+    scene.engine("e1").behaviour.hold.add(LoadChunk)
     scene.update()
     group = scene.world.existing_group
     assert scene.world.run_until(
         lambda: any(each.waiting == {"e1"} for each in group.update.barriers())
     )
     (held,) = (each for each in group.update.chunks.values() if each.waiting == {"e1"})
-    asked = WeightChunkMeta(group.update.update_id, held.chunk, (), (), (), (), b"")
+    asked = WeightChunkMeta(group.update.update_id, held.chunk, "", b"")
     error = silent_engines(asked, 5.0, group.name, group.status(scene.world.now_ms))
     assert (error.peer, error.step, error.chunk) == ("e1", "chunk", held.chunk)
     assert error.heard_s is not None

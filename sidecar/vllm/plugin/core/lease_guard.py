@@ -66,15 +66,6 @@ PERIOD_S: Final = 0.2
 GRACE_S: Final = 5.0
 _STORE_KEY: Final = "wavebus/hold/"
 _DUE: Final = "wavebus: look at the lease page"
-# Operations that are refused while the lease is void.
-_UPDATES: Final = (
-    operations.Start,
-    operations.ReceiveChunk,
-    operations.LoadChunk,
-    operations.LoadAdapter,
-    operations.RemoveAdapter,
-    operations.Finish,
-)
 
 
 class PeerCore(msgspec.Struct, frozen=True):
@@ -219,7 +210,7 @@ class LeaseGuard:
             if publish is not None:
                 publish()  # peers of a KV connector would keep using the old caches
 
-    def _perform(self, operation: operations.Operation) -> None:
+    def _perform(self, operation: operations.WorkerOperation) -> None:
         self._core.collective_rpc(
             operations.PERFORM, kwargs={"operation": operations.encode(operation)}
         )
@@ -364,7 +355,7 @@ def collective_rpc(
 def _refuse_updates(void: str, operation: str) -> None:
     from sidecar.vllm.plugin.agreement import WorkerRefusal  # noqa: PLC0415 - needs torch
 
-    if isinstance(operations.decode(operation), _UPDATES):
+    if operations.decode(operation).changes_weights:
         raise WorkerRefusal(operations.WorkerFailure(NackCode.WRONG_STATE, void).to_text())
 
 

@@ -145,16 +145,12 @@ class ReadySwap:
     """A swap that waits in one lockstep rank until all ranks are ready.
 
     Attributes:
-        version: the number of the staged weights.
-        operation: the encoded operation by which workers swap.
-        clear_cache: whether requests drop their keys and values.
+        operation: the swap.
         made: gets the swap's result, or why it was called off.
         asked_s: when the swap was asked for, in seconds of ``time.monotonic()``.
     """
 
-    version: int
-    operation: str
-    clear_cache: bool
+    operation: operations.SwapStaged
     made: Future[list[bool]]
     asked_s: float = field(default_factory=time.monotonic)
 
@@ -174,17 +170,14 @@ _conference = _Vote()
 
 
 @SWAP.answer("wavebus_swap")
-def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
+def swap(core: Any, operation: str) -> Any:
     """Swaps to the staged weights now or, in lockstep, when all ranks are ready.
 
     The core answers :data:`sidecar.vllm.plugin.worker_rpc.SWAP` with this function.
 
     Args:
         core: the engine core.
-        version: the number of the staged weights.
-        check: the encoded operation by which workers check that a swap would succeed.
-        operation: the encoded operation by which workers swap.
-        clear_cache: whether requests drop their keys and values.
+        operation: the encoded :class:`operations.SwapStaged`, which the workers get, too.
 
     Returns:
         ``[False]``: the swap was not called off. In lockstep, a future of that list.
@@ -193,9 +186,11 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
         SwapRefused: the swap is impossible now, and nothing has changed.
     """
     made: Future[list[bool]] = Future()
-    asked = ReadySwap(version, operation, clear_cache, made)
+    decoded = operations.decode(operation)
+    assert isinstance(decoded, operations.SwapStaged)
+    asked = ReadySwap(decoded, made)
     if not hasattr(core, "current_wave"):
-        core.collective_rpc(PERFORM, None, (), {"operation": check})
+        _perform(core, operations.CheckReady())
         _clear_caches(core, asked)
         return _swap_now(core, asked)
     if not hasattr(core, "wavebus_swaps_together"):
@@ -204,7 +199,7 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
         raise SwapRefused("called off: the rank is paused")
     if core.wavebus_ready is not None:
         raise SwapRefused("called off: another one is under way")
-    core.collective_rpc(PERFORM, None, (), {"operation": check})
+    _perform(core, operations.CheckReady())
     core.wavebus_ready = asked
     if not core.engines_running:
         core.engines_running = True
@@ -212,6 +207,10 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
             started = core.wavebus_outputs(start_wave=core.current_wave)
             core.output_queue.put_nowait((-1, started))
     return made
+
+
+def _perform(core: Any, operation: operations.WorkerOperation) -> None:
+    core.collective_rpc(PERFORM, None, (), {"operation": operations.encode(operation)})
 
 
 @SWAP.answer("wavebus_call_off")
@@ -238,17 +237,17 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
     begun_s, before = time.monotonic(), core.get_weight_version()
     on_their_way = len(core.batch_queue or ())
     with _exit_on_failure():
-        core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
+        _perform(core, swap.operation)
     if hasattr(core, "wavebus_labels_steps"):
         labels = _labels_of(core)
         since_the_last = on_their_way - sum(count for count, _ in labels)
         if since_the_last:
             labels.append([since_the_last, before])
-    core.wavebus_keeps_kv = not swap.clear_cache
-    core.set_weight_version(str(swap.version))
+    core.wavebus_keeps_kv = not swap.operation.clear_cache
+    core.set_weight_version(str(swap.operation.version))
     _log.debug(
         "wavebus: swapped to version %s in %.1f ms, %.1f ms after it was asked for",
-        swap.version,
+        swap.operation.version,
         (time.monotonic() - begun_s) * 1000,
         (begun_s - swap.asked_s) * 1000,
     )
@@ -257,7 +256,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
 
 def _clear_caches(core: Any, swap: ReadySwap) -> None:
     """Drops what the old weights computed, if asked; no step runs before the swap."""
-    if not swap.clear_cache:
+    if not swap.operation.clear_cache:
         return
     try:
         kv_versions.clear(core)

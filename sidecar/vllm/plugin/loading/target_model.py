@@ -9,7 +9,6 @@ import torch
 
 from bus.errors import EngineError
 from bus.kept_dtypes import kept_refusal
-from bus.manifest import Manifest
 from bus.messages import NackCode
 from sidecar.transfer import check_room
 from sidecar.transfer.unloaded import UnloadedTensors
@@ -21,12 +20,12 @@ from sidecar.vllm.plugin.loading.plan_cache import PlanCache
 from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 
 if TYPE_CHECKING:
+    from bus.manifest import Manifest
     from bus.messages import Staging, Target
     from bus.weight_transfer.base import Receiver
     from bus.weight_transfer.packing import Tensors
     from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace
     from sidecar.vllm.plugin.loading.manifest_check import Blueprint
-    from sidecar.vllm.plugin.operations import Extend
 
 
 class TargetModel:
@@ -78,7 +77,7 @@ class TargetModel:
             raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
         return trace
 
-    def extend(self, armed: ArmedUpdate, part: Extend, *, is_staged: bool) -> ArmedManifest:
+    def extend(self, armed: ArmedUpdate, part: Manifest, *, is_staged: bool) -> ArmedManifest:
         """Returns an open manifest with further tensors. A collective of the engine's workers.
 
         If the update is being staged, there is room for them afterwards.
@@ -87,9 +86,8 @@ class TargetModel:
             EngineError: as :meth:`check`; or a tensor came before; code ``staging_refused``: there
                 is no memory, or no copy plan for them.
         """
-        described = part.names, part.dtypes, part.shapes, part.chunk_ends
         try:
-            manifest = armed.manifest.join(Manifest(*described))
+            manifest = armed.manifest.join(part)
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         self.plans.on_armed(manifest, self.check(manifest, armed.manifest))

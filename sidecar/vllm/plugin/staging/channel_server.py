@@ -52,7 +52,7 @@ class StagingChannelServer:
 
     def __init__(
         self,
-        execute: Callable[[operations.Operation], operations.Done],
+        execute: Callable[[operations.WorkerOperation], operations.Done],
         interrupt: Callable[[], None],
         thread_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -142,7 +142,7 @@ class StagingChannelServer:
                     answer = operations.pack(self._answer(asked))
                 connection.sendall(LENGTH.pack(len(answer)) + answer)
 
-    def _locks_for(self, asked: operations.Operation | WorkerFailure) -> list[threading.Lock]:
+    def _locks_for(self, asked: operations.WorkerOperation | WorkerFailure) -> list[threading.Lock]:
         """Returns the locks that an operation holds while it is carried out.
 
         :class:`Open` may wait for other processes. It does not hold the lock for which the core's
@@ -155,7 +155,7 @@ class StagingChannelServer:
                 return [self._client_lock]
         return [self._client_lock, self._worker_lock]
 
-    def _answer(self, asked: operations.Operation | WorkerFailure) -> operations.Answer:
+    def _answer(self, asked: operations.WorkerOperation | WorkerFailure) -> operations.Answer:
         if isinstance(asked, WorkerFailure):
             return asked
         return agreement.attempt(functools.partial(self._execute, asked))

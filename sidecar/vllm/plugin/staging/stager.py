@@ -4,19 +4,18 @@
 
     caller          operation        thread        what happens
     the channel     Open             channel's     the transport is opened
-    the channel     ArmManifest,     channel's     the manifest is checked, or armed again
-                    Rearm
-    the channel     StartStaging     channel's     memory is allocated beside the weights
+    the channel     ArmManifest      channel's     the manifest is checked, or armed again
+    the channel     Start            channel's     memory is allocated beside the weights
     the channel     Extend           channel's     the update is open: further tensors are checked
     the channel     ReceiveChunk,    channel's     a chunk is received, and staged. Over a
                     Stage                          transport of vLLM's own, ReceiveChunk does both
     the channel     Drain            channel's     what comes over a transport of vLLM's own is
                                                    received, and discarded
-    the channel     Seal             channel's     checked: every element is staged, and no tensor
+    the channel     Finish           channel's     checked: every element is staged, and no tensor
                                                    of an open update is missing
     the core        CheckReady,      worker's      checked; then everything is copied into the
                     SwapStaged                     weights
-    the core        ReleaseStaging   worker's      the staged weights are dropped
+    the core        Restore          worker's      the staged weights are dropped
 
 Until the swap the worker runs steps. Steps are mostly Python, and so is the staging channel, and
 Python runs one thread at a time. So everything that the channel does in Python delays a step, and
@@ -33,7 +32,7 @@ import contextlib
 import functools
 import sys
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -49,55 +48,22 @@ from sidecar.transfer.verification import DeferredSums
 from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
 from sidecar.vllm.plugin.loading.target_model import ArmedUpdate, require_armed
-from sidecar.vllm.plugin.operations import (
-    ArmManifest,
-    Done,
-    Drain,
-    Extend,
-    Greet,
-    Open,
-    Operation,
-    Rearm,
-    ReceiveChunk,
-    Seal,
-    SentChunk,
-    Stage,
-    StartStaging,
-)
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
 
+    from bus.manifest import Manifest
+    from bus.protocol.engine.operations import Done, Drain, LoadChunk, ReceiveChunk
     from bus.weight_transfer.packing import Tensors
     from sidecar.transfer.chunk_receiver import ChunkReceiver
     from sidecar.vllm.plugin.loading.copy_plan import CopyPlan
     from sidecar.vllm.plugin.loading.target_model import TargetModel
+    from sidecar.vllm.plugin.operations import WorkerOperation
 
 # How long Python lets one thread run while another waits, at most. The default is 5 ms, and a step
 # that waits for the staging channel would be late by as much.
 _SWITCH_INTERVAL_S: Final = 0.0005
-
-
-class StagingEngine(Protocol):
-    """What a staging channel needs of its worker's weight transfer engine.
-
-    The methods may raise ``EngineError``, which the channel returns to the sidecar.
-    """
-
-    @property
-    def armed(self) -> ArmedUpdate | None:
-        """The update that was armed last; None if no update is armed."""
-
-    def open_transfer(self, operation: Open) -> int:
-        """Connects to the sender; returns how many chunks may be received before one is loaded."""
-
-    def arm(self, operation: ArmManifest) -> StagingCapacity:
-        """Checks an update; returns how much memory staging needs, or why it can't be staged."""
-
-    def rearm(self, operation: Rearm) -> StagingCapacity:
-        """Arms the last manifest for another update; returns what :meth:`arm` returns."""
 
 
 class VllmReceiver(Protocol):
@@ -142,12 +108,13 @@ class Stager:
         receiver: the worker's receiver of chunks.
         vllm_config: the configuration with which the model was built.
         device: the device of its weights.
-        engine: the worker's weight transfer engine, which opens transports and arms updates.
+        execute: executes an operation of the staging channel, in the channel's thread.
 
     Attributes:
         swap_ms: how long the last swap kept the device from running steps, in milliseconds.
         channel: the worker's staging channel, which executes its operations here.
         theirs: receives over transports of vLLM's own; None in an engine that has none.
+        armed: the update that is being staged; None: none.
     """
 
     def __init__(
@@ -156,17 +123,17 @@ class Stager:
         receiver: ChunkReceiver,
         vllm_config: Any,
         device: torch.device,
-        engine: StagingEngine,
+        execute: Callable[[WorkerOperation], Done],
     ) -> None:
         self.channel = StagingChannelServer(self._execute, self._interrupt, self._thread_context)
         self.theirs: VllmReceiver | None = None
-        self._engine = engine
+        self._execute_operation = execute
         self._target = loadable
         self._receiver = receiver
         self._vllm_config = vllm_config
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._armed: ArmedUpdate | None = None
+        self.armed: ArmedUpdate | None = None
         self._sums = DeferredSums()
         # (requested, reported free) of the last allocation that failed, in bytes.
         self._last_refusal: tuple[int, int] | None = None
@@ -243,8 +210,8 @@ class Stager:
     def release(self) -> None:
         """Drops the staged weights, and chunks that have not been staged yet."""
         self._discard_chunks()
-        staging = None if self._armed is None else self._armed.staging
-        self._armed = None
+        staging = None if self.armed is None else self.armed.staging
+        self.armed = None
         self._target.staged.release(keep=staging is not None and staging.keep)
 
     def _discard_chunks(self) -> None:
@@ -253,9 +220,9 @@ class Stager:
         self._receiver.clear()
         self._sums.discard()
 
-    def extend(self, armed: ArmedUpdate, target: TargetModel, part: Extend) -> None:
+    def extend(self, armed: ArmedUpdate, target: TargetModel, part: Manifest) -> None:
         """Checks further tensors of an open update, staged or not: :meth:`TargetModel.extend`."""
-        announced = target.extend(armed, part, is_staged=armed is self._armed)
+        announced = target.extend(armed, part, is_staged=armed is self.armed)
         announced.check_room(self._receiver.backend, self._receiver.receiver)
         armed.announced = announced
 
@@ -268,34 +235,11 @@ class Stager:
         with torch.no_grad(), within(self._stream, self._device):
             yield
 
-    def _execute(self, operation: Operation) -> Done:
+    def _execute(self, operation: WorkerOperation) -> Done:
         with _short_switch_interval():
-            match operation:
-                case Greet():
-                    pass
-                case Open():
-                    return Done(ahead=self._engine.open_transfer(operation))
-                case ArmManifest():
-                    return Done(room=self._engine.arm(operation))
-                case Rearm():
-                    return Done(room=self._engine.rearm(operation))
-                case StartStaging():
-                    return Done(in_place=self._start(self._engine.armed))
-                case ReceiveChunk():
-                    self._receive(operation)
-                case Stage():
-                    self._stage(operation.chunks)
-                case Extend():
-                    self.extend(require_armed(self._armed), self._target, operation)
-                case Seal():
-                    self._seal()
-                case Drain() if self.theirs is not None:
-                    self.theirs.drain(operation)
-                case _:
-                    raise EngineError("not by a staging channel", code=NackCode.WRONG_STATE)
-            return Done()
+            return self._execute_operation(operation)
 
-    def _start(self, armed: ArmedUpdate | None) -> bool:
+    def start(self, armed: ArmedUpdate | None) -> bool:
         """Allocates memory for the armed update; returns whether chunks arrive directly in it.
 
         Raises:
@@ -315,12 +259,13 @@ class Stager:
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
         self._target.begin(armed)
-        self._armed = armed
+        self.armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None
 
-    def _receive(self, asked: ReceiveChunk) -> None:
-        armed = require_armed(self._armed)
+    def receive(self, asked: ReceiveChunk) -> None:
+        """Begins to receive a chunk; over a transport of vLLM's own, also stages it."""
+        armed = require_armed(self.armed)
         if engine_of(asked.backend) and self.theirs is not None:
             self.theirs.receive(armed, asked, functools.partial(self._put, asked.seq))
             return
@@ -328,9 +273,10 @@ class Stager:
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
 
-    def _seal(self) -> None:
-        if self._armed is not None and self._armed.manifest.is_open:
-            self._target.complete(self._armed.manifest)
+    def seal(self) -> None:
+        """Checks that all chunks are staged, and prepares the swap."""
+        if self.armed is not None and self.armed.manifest.is_open:
+            self._target.complete(self.armed.manifest)
         self._target.staged.seal()
         if engine_of(self._receiver.backend) and self.theirs is not None:
             self.theirs.finish()
@@ -347,7 +293,7 @@ class Stager:
         if self.theirs is not None:
             self.theirs.interrupt()
 
-    def _stage(self, chunks: Sequence[SentChunk]) -> None:
+    def stage(self, chunks: Sequence[LoadChunk]) -> None:
         """Waits for some chunks and stages them; compares checksums at the update's last one."""
         try:
             if chunks:
@@ -360,13 +306,13 @@ class Stager:
         for sent in chunks:
             self._receiver.release(sent.seq)
 
-    def _stage_one(self, sent: SentChunk) -> None:
+    def _stage_one(self, sent: LoadChunk) -> None:
         loadable, seq = self._target, sent.seq
         received = self._receiver.take(seq)
         if sent.sums:
             stays = received is loadable.staged.buffer_for(seq)
             self._sums.record(seq, received, sent.verify, sent.sums, stays=stays)
-        if seq + 1 == require_armed(self._armed).manifest.chunks:
+        if seq + 1 == require_armed(self.armed).manifest.chunks:
             self._sums.check()
         loadable.unloaded.check(received)
         tensors = loadable.without_tied_head(received)

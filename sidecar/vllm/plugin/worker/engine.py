@@ -1,6 +1,6 @@
 """The weight transfer engine inside each vLLM worker.
 
-A sidecar requests its operations (:mod:`sidecar.vllm.plugin.operations`). Each is one call of all
+A sidecar requests its operations (:mod:`bus.protocol.engine.operations`). Each is one call of all
 workers, which agree on its result (:mod:`sidecar.vllm.plugin.agreement`). Of vLLM's own calls the
 engine accepts those that open and close the sidecar's session
 (:mod:`sidecar.vllm.plugin.worker.session`), and refuses all others. Receiving, loading and
@@ -20,16 +20,10 @@ being loaded.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -37,11 +31,10 @@ from vllm.model_executor.model_loader.reload import (
 
 from bus.errors import EngineError
 from bus.lora import adapter_of
-from bus.manifest import Manifest
 from bus.messages import NackCode, Target
 from bus.vllm_payloads import engine_of
-from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.cuda import synchronize
+from bus.weight_transfer.formats import transfer_failed
 from bus.weight_transfer.registry import make_receiver
 from sidecar.transfer import check_sums
 from sidecar.transfer.chunk_receiver import ChunkReceiver
@@ -56,40 +49,21 @@ from sidecar.vllm.plugin.loading.target_model import (
     require_armed,
 )
 from sidecar.vllm.plugin.staging.stager import Stager
+from sidecar.vllm.plugin.worker.entry_points import GuardedEntryPoints
 from sidecar.vllm.plugin.worker.lora import LoraAdapters
 from sidecar.vllm.plugin.worker.session import UpdateSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bus.manifest import Manifest
     from bus.weight_transfer.allocation import StagingCapacity
     from bus.weight_transfer.packing import Tensors
 
 __all__ = ["WavebusWeightTransferEngine"]
 
-# The refusal of callers that are not a sidecar.
-_NOT_YOURS = operations.WorkerFailure(
-    NackCode.WRONG_STATE,
-    "this engine's weights are updated through wavebus, by a sidecar of the same version as the "
-    "wavebus inside vLLM",
-)
 
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Holds the unparsed ``init_info`` of a caller that is not a sidecar."""
-
-    raw: dict[str, Any]
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Holds the unparsed ``update_info`` of a caller that is not a sidecar."""
-
-    raw: dict[str, Any]
-
-
-class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+class WavebusWeightTransferEngine(GuardedEntryPoints):
     """Carries out the sidecar's operations in one worker: checks manifests, receives, loads.
 
     vLLM points ``self.model`` at the model to update (served or draft) only while a session is
@@ -97,8 +71,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """
 
     wavebus_drives = BACKEND
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
     supports_draft_weight_update = True
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
@@ -115,7 +87,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._began = True  # whether a load may have been interrupted
         self._receiver = ChunkReceiver(device)
         self._opening = threading.Lock()
-        self._stager = Stager(own, self._receiver, vllm_config, device, self)
+        self._stager = Stager(own, self._receiver, vllm_config, device, self.execute)
         self.session = UpdateSession()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
@@ -129,41 +101,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Which model the session updates: ``model``, the served one, or ``draft``."""
         draft = self._loadable.get("draft")
         return "draft" if draft is not None and draft.model is self.model else "model"
-
-    # -- entry points of vLLM ---------------------------------------------------------------
-
-    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        """Keeps a caller's ``init_info``, which no sidecar sends, until the call is refused."""
-        return InitInfo(init_dict)
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        """Keeps a caller's ``update_info``, which no sidecar sends, until the call is refused."""
-        return UpdateInfo(update_dict)
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
-        """Refuses vLLM's own call, because a sidecar opens transports by an operation."""
-        agreement.refuse(_NOT_YOURS)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - not for us
-        """Refuses vLLM's own call, because a sidecar loads by an operation."""
-        agreement.refuse(_NOT_YOURS)
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
-        """Refuses vLLM's own call, because a sidecar receives by an operation."""
-        agreement.refuse(_NOT_YOURS)
-
-    def start_weight_update(self) -> None:
-        """Opens the sidecar's session; refuses every other caller."""
-        if self.session.ours:
-            self.session.on_vllm_call(self._start, opens=True)
-        else:
-            self.session.refused = True
-            agreement.refuse(_NOT_YOURS)
-
-    def finish_weight_update(self) -> None:
-        """Closes the sidecar's session; does nothing for other callers."""
-        if self.session.ours:
-            self.session.on_vllm_call(self._finish, opens=False)
 
     def _start(self) -> None:
         """Prepares copies by the plan, or moves parameters to the meta device for vLLM's loader."""
@@ -247,60 +184,107 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             WorkerRefusal: in the last worker, if the operation failed in any.
         """
         with self._stager.channel.preempted():
-            done = agreement.attempt(lambda: self._execute(worker, operations.decode(operation)))
+            done = agreement.attempt(lambda: self.execute(operations.decode(operation), worker))
             failure = agreement.agree(done if isinstance(done, operations.WorkerFailure) else None)
             if failure is not None:
                 agreement.refuse(failure)
         return operations.Done() if isinstance(done, operations.WorkerFailure) else done
 
-    def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
+    def execute(self, operation: operations.WorkerOperation, worker: Any = None) -> operations.Done:
+        """Executes any operation, by either carrier.
+
+        Args:
+            operation: the operation.
+            worker: vLLM's worker. None: it came by the staging channel, and the worker runs steps.
+
+        Raises:
+            EngineError: code ``wrong_state``: the other carrier brings such an operation.
+        """
+        by = "channel" if worker is None else "core"
+        if operation.carrier not in (by, "either"):
+            raise EngineError(f"not by the {by}", code=NackCode.WRONG_STATE)
+        stager = self._stager
         match operation:
-            case operations.Open():
-                return operations.Done(ahead=self.open_transfer(operation))
-            case operations.ArmManifest():
-                self._arm(operation)
-                return operations.Done(room=self.wavebus_room)
-            case operations.Extend():
-                armed = require_armed(self.armed)
-                self._stager.extend(armed, self._loadable[armed.target], operation)
+            case operations.Greet():
+                pass
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
                 return operations.Done(channel=self._channel_name())
-            case operations.Start(target=target):
-                if operation.recover:
-                    agreement.run_before_any_continues(lambda: self._close(worker))
-                    self._restore(worker, target)
-                self.session.begin(worker, target)
+            case operations.Open():
+                return operations.Done(ahead=self.open_transfer(operation))
+            case operations.Drain():
+                if stager.theirs is None:
+                    raise transfer_failed(f"transport {operation.backend!r} can't be drained")
+                stager.theirs.drain(operation)
+            case operations.ArmManifest():
+                return operations.Done(room=self._arm_for(operation, while_serving=worker is None))
+            case operations.Extend(part=part):
+                armed = require_armed(stager.armed if worker is None else self.armed)
+                stager.extend(armed, self._loadable[armed.target], part)
+            case operations.Start(staged=True):
+                return operations.Done(in_place=stager.start(self.armed))
+            case operations.ReceiveChunk(staged=True):
+                stager.receive(operation)
+            case operations.Stage(chunks=chunks):
+                stager.stage(chunks)
+            case operations.Finish(staged=True):
+                stager.seal()
+            case operations.CheckReady():
+                self._loadable["model"].staged.require_sealed()
+            case operations.SwapStaged():
+                stager.swap()
+            case operations.Restore(staged=True):
+                stager.release()
             case operations.ReceiveChunk():
                 self._receive(worker, operation)
             case operations.VerifyChunk():
                 self._arrived(operation)
+            case _ if self._is_for_adapter(operation):
+                return self._execute_for_adapter(operation)
+            case operations.Start(target=target):
+                self._begin(worker, target, recover=operation.recover)
             case operations.LoadChunk():
                 self._load(worker, operation)
-            case operations.CheckReady():
-                self._loadable["model"].staged.require_sealed()
-            case operations.SwapStaged():
-                self._stager.swap()
-            case operations.ReleaseStaging():
-                self._stager.release()
             case operations.Restore(target=target):
                 self._restore(worker, target)
             case operations.Finish():
-                if self.armed is not None and self.armed.manifest.is_open:
-                    self._loadable[self.armed.target].require_whole(self.armed.manifest)
-                self.session.finish(worker)
-            case _ if isinstance(operation, operations.OF_ADAPTERS):
-                if isinstance(operation, operations.LoadAdapter):
-                    self._load_adapter(operation)
-                elif self._incoming is not None:
-                    self._receiver.clear()
-                return self._adapters.perform(operation)
-            case _:
-                raise EngineError("only by a staging channel", code=NackCode.WRONG_STATE)
+                self._end(worker)
         return operations.Done()
 
+    def _is_for_adapter(self, operation: operations.WorkerOperation) -> bool:
+        """Returns whether an operation is on LoRA adapters, or a step of an adapter's update."""
+        updates = self._incoming is not None or bool(self._adapters.outgoing)
+        return updates or isinstance(operation, operations.OF_ADAPTERS)
+
+    def _execute_for_adapter(self, operation: operations.WorkerOperation) -> operations.Done:
+        if isinstance(operation, operations.LoadChunk):
+            self._load_adapter(operation)
+        elif self._incoming is not None:
+            self._receiver.clear()
+        return self._adapters.perform(operation)
+
+    def _begin(self, worker: Any, target: Target, *, recover: bool) -> None:
+        """Opens a session; ``recover`` first repairs vLLM's state after an interrupted load.
+
+        For that it closes the session that was left open, and runs a whole one for this target.
+        """
+        if recover:
+            agreement.run_before_any_continues(lambda: self._close(worker))
+            self._restore(worker, target)
+        self.session.begin(worker, target)
+
+    def _end(self, worker: Any) -> None:
+        if self.armed is not None and self.armed.manifest.is_open:
+            self._loadable[self.armed.target].require_whole(self.armed.manifest)
+        self.session.finish(worker)
+
     def _restore(self, worker: Any, target: Target) -> None:
+        """Closes the session; layers that vLLM's loader has not completed get old weights.
+
+        So all old weights are back only if no layer was loaded. If no session is open, one is
+        opened for the target first.
+        """
         if not self.session.open:
             agreement.run_before_any_continues(lambda: self.session.begin(worker, target))
         agreement.run_before_any_continues(lambda: self._close(worker))
@@ -341,25 +325,17 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             chunks.use(operation.backend, receiver)
         chunks.stop()
         self._stager.discard_transport()
-        engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
-            receiver.open(params, engine.of_worker(self._index))
+            receiver.open(params, operation.place.of_worker(self._index))
 
-    def _arm(self, operation: operations.ArmManifest) -> None:
-        self.armed = None
-        if operation.counts and self.session.open:
+    def _arm(self, operation: operations.ArmManifest, manifest: Manifest) -> None:
+        self.armed, target = None, operation.target
+        if manifest.counts and self.session.open:
             raise EngineError(
                 "an update was interrupted in this engine, which no patch repairs: send a whole "
                 "set of weights",
                 code=NackCode.OTHER_BASE,
             )
-        described = operation.names, operation.dtypes, operation.shapes
-        try:
-            sent = operation.counts, operation.is_cast, operation.is_open
-            manifest = Manifest(*described, operation.chunk_ends, *sent)
-        except ValueError as error:
-            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
-        target = operation.target
         if self._incoming is not None:
             self._adapters.check(self._incoming.config, manifest)
             self._adapters.begin()
@@ -381,29 +357,27 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._last_manifest.check_room(self._receiver.backend, self._receiver.receiver)
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
-    def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
-        """Arms an update while the engine serves; returns how much memory staging needs.
+    def _arm_for(
+        self, operation: operations.ArmManifest, *, while_serving: bool
+    ) -> StagingCapacity:
+        """Arms an update; returns how much memory staging needs, or why it can't be staged.
 
         Raises:
-            EngineError: the manifest doesn't fit the model or draft; code ``wrong_state``: the meta
-                model is missing, and can't be built while steps run.
+            EngineError: the manifest doesn't fit the model or draft, or a chunk the transport; code
+                ``wrong_state``: the meta model is missing, and can't be built while steps run; or
+                another manifest was armed last.
         """
-        if not self._loadable["model"].checker.prepared:
+        armed, manifest = self.armed, operation.manifest
+        if manifest is None:  # no collective
+            known = None if armed is None else (armed.target, armed.announced.digest)
+            if armed is None or known != (operation.target, operation.digest):
+                raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+            armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
+            self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
+        elif while_serving and not self._loadable["model"].checker.prepared:
             raise EngineError("no manifest was checked here before", code=NackCode.WRONG_STATE)
-        self._arm(operation)
-        return self.wavebus_room
-
-    def rearm(self, operation: operations.Rearm) -> StagingCapacity:
-        """Arms the last manifest again for staging, while the engine serves. No collective.
-
-        Raises:
-            EngineError: another update was armed last, or a chunk doesn't fit the transport.
-        """
-        armed = self.armed
-        if armed is None or (armed.target, armed.announced.digest) != ("model", operation.manifest):
-            raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
-        armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
-        self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
+        else:
+            self._arm(operation, manifest)
         return self.wavebus_room
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:  # noqa: ARG002 - see native
@@ -454,7 +428,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise
         self._receiver.release(operation.seq)
 
-    def _load_adapter(self, operation: operations.LoadAdapter) -> None:
+    def _load_adapter(self, operation: operations.LoadChunk) -> None:
         incoming = self._incoming
 
         def check() -> None:

@@ -121,18 +121,20 @@ class LoraAdapters:
         self.outgoing = name if removes_adapter(backend) else ""
         return bool(self.outgoing)
 
-    def perform(self, operation: operations.Operation) -> operations.Done:
+    def perform(self, operation: operations.WorkerOperation) -> operations.Done:
         """Carries out an operation on adapters that no chunk comes with.
 
         Args:
-            operation: one of :data:`operations.OF_ADAPTERS`. Any other changes nothing.
+            operation: one on adapters, or a step of an adapter's update. Any other changes nothing.
 
         Returns:
             The adapters that vLLM can load afterwards: those for new requests, and retired ones.
         """
         match operation:
-            case operations.RemoveAdapter():
+            case operations.Finish() if self.outgoing:
                 self.remove(self.outgoing)
+            case operations.Restore():
+                self.undo(settled=True)
             case operations.DropAdapters(in_use=in_use):
                 self.drop_all(in_use)
             case operations.UndoAdapter(settled=settled):

@@ -21,7 +21,6 @@ from vllm.config import set_current_vllm_config
 from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
 from sidecar.transfer.unloaded import CheckedLoading
@@ -35,7 +34,8 @@ from sidecar.vllm.plugin.worker.native_transport import VllmTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bus.manifest import TensorMeta
+    from bus.manifest import Manifest, TensorMeta
+    from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.packing import Tensors
     from sidecar.vllm.plugin.loading.target_model import ArmedUpdate
 
@@ -202,9 +202,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             if vllm_payloads.engine_of(operation.backend) != self._name:
                 raise not_this_engine(operation.backend)
             info = vllm_payloads.decode_info(operation.params)
-            place = RankAssignment(
-                operation.communicator, operation.world_size, operation.first_rank
-            )
+            place = operation.place
             if vllm_payloads.is_sharding(operation.backend):
                 info, parallel = self._in_mesh(info, place)
             else:
@@ -217,12 +215,6 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self.armed = None
         self._transport.open(typed, parallel)
         self._receiver.backend = operation.backend
-
-    def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
-        if isinstance(operation, operations.Drain):
-            self.drain(operation)
-            return operations.Done()
-        return super()._execute(worker, operation)
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
         """Returns vLLM's init info with this worker's rank from the bus, if any.
@@ -261,7 +253,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         parallel.rank = place.of_worker(self._index).rank - 1
         return {**info, "world_size": place.world_size - 1 + first}, parallel
 
-    def _arm(self, operation: operations.ArmManifest) -> None:
+    def _arm(self, operation: operations.ArmManifest, manifest: Manifest) -> None:
         takes_draft = self._engine.supports_draft_weight_update
         if self._transport.is_open and operation.target == "draft" and not takes_draft:
             raise EngineError(
@@ -269,14 +261,14 @@ class NativeUpdates(WavebusWeightTransferEngine):
             )
         target = self._loadable.get(operation.target)
         in_place = self._name in vllm_payloads.SHARDING | vllm_payloads.PATCHING
-        is_tied = target is not None and target.tied_head in operation.names
+        is_tied = target is not None and target.tied_head in manifest.names
         if self._transport.is_open and in_place and target is not None and is_tied:
             raise refused(
                 target.tied_head,
                 f"is tied to the embeddings, and vLLM's {self._name!r} writes weights where they "
                 "are served, so it can't be compared with them before: leave it out",
             )
-        super()._arm(operation)
+        super()._arm(operation, manifest)
 
 
 def _require_rank(place: RankAssignment) -> None:

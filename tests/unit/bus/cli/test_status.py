@@ -12,7 +12,7 @@ from bus.cli import status as command
 from bus.cli.main import run
 from bus.journal.explain import findings
 from bus.messages import GroupStatus, OutView, Status
-from bus.protocol.engine.calls import CallLoad
+from bus.protocol.engine.operations import LoadChunk
 from tests.unit.bus._scene import Scene
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def group() -> GroupStatus:
     """Two engines at version 1, of which e1 has loaded a part."""
     scene = Scene(1, 1)
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     scene.update()
     scene.settled()
     scene.world.run_for(2000.0)

@@ -14,7 +14,8 @@ from bus.journal.spans import TraceSpan, spans
 from bus.journal.trace import trace
 from bus.messages import Step
 from bus.messages.codec import encode
-from bus.protocol.engine.calls import CallLoad, CallPause
+from bus.protocol.engine.calls import CallPause
+from bus.protocol.engine.operations import LoadChunk
 from tests.sim.engine import Behaviour
 from tests.unit.bus._builders import ack, engine_join, envelope
 from tests.unit.bus.journal._recorded import updated, world_of
@@ -34,7 +35,7 @@ def the_spans(world: SimWorld) -> list[TraceSpan]:
 def world() -> SimWorld:
     """An update of three engines; each load of ``e1`` takes a while."""
     made = world_of(3)
-    made.engines["e1"].behaviour = Behaviour(slow_ms={CallLoad: LOAD_MS})
+    made.engines["e1"].behaviour = Behaviour(slow_ms={LoadChunk: LOAD_MS})
     updated(made)
     return made
 
@@ -167,7 +168,7 @@ def test_a_pause_has_the_spans_of_its_phases(ranks: int, older: bool) -> None:
 def test_what_was_refused_says_so() -> None:
     """With the code."""
     world = world_of()
-    world.engines["e1"].behaviour.fail_next.add(CallLoad)
+    world.engines["e1"].behaviour.fail_next.add(LoadChunk)
     trainer = world.trainers["trainer"]
     trainer.run(trainer.update(1))
     assert world.settle()

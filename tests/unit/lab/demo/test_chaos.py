@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.errors import WavebusError
-from bus.protocol.engine.calls import CallLoad
+from bus.protocol.engine.operations import LoadChunk
 from lab.demo.chaos import Chaos, out_of_service
 from lab.demo.plan import DemoPlan
 from lab.demo.processes import HEARTBEAT_MS
@@ -22,7 +22,7 @@ def quarantined_for_a_time() -> tuple[Scene, float, float]:
     scene = Scene(1, 1)
     scene.update()
     scene.settled()
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     begun_s = scene.world.now_ms / 1000
     scene.update()
     scene.settled()
@@ -49,7 +49,7 @@ def test_who_is_out_when_the_broker_is_killed_is_out_until_another_knows_better(
     scene = Scene(1, 1)
     scene.update()
     scene.settled()
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     scene.update()
     scene.settled()
     killed_s = scene.world.now_ms / 1000

@@ -23,6 +23,7 @@ from sidecar.vllm import engine as engine_module
 from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin import operations, worker_rpc
+from tests.support.steps import steps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -178,7 +179,7 @@ def test_a_step_is_one_post() -> None:
     async def scenario() -> None:
         server = Server(collective_rpc={"results": [{"type": "done"}]})
         async with serving(server) as (engine, _):
-            await engine.start_update(recover=False, target="draft")
+            await steps(engine).start_update(recover=False, target="draft")
             operation = operations.encode(operations.Start("draft", recover=False))
             [(name, body)] = server.posts
             assert name == "collective_rpc"
@@ -490,7 +491,7 @@ def test_what_the_plugin_says_gets_through_an_error() -> None:
         server = Server(collective_rpc=answer)
         async with serving(server) as (engine, _):
             with pytest.raises(EngineError) as failed:
-                await engine.start_update(recover=False)
+                await steps(engine).start_update(recover=False)
             assert (failed.value.code, failed.value.tensor) == (FAILURE.code, FAILURE.tensor)
             assert len(server.ports) == 1
 

@@ -10,6 +10,7 @@ import pytest
 
 from bus.errors import EngineError
 from sidecar.vllm.engine import VllmAdapter
+from tests.support.steps import steps
 
 
 class Connection:
@@ -51,7 +52,7 @@ def test_pause_and_swap_count_the_requests(call: str, *, counts: bool, fails: bo
     async def play() -> int:
         adapter = VllmAdapter(cast("Any", Connection(counts=counts, fails=fails)))
         if call == "swap":
-            return await adapter.swap(4, clear_cache=True)
+            return await steps(adapter).swap(4, clear_cache=True)
         return await adapter.pause(cast("Any", call), clear_cache=False)
 
     if fails:

@@ -14,17 +14,18 @@ from bus.errors import EngineError
 from bus.lora import adapter_backend, removal_backend
 from bus.manifest import NO_TENSORS, Manifest, TensorMeta
 from bus.messages import NO_LIMITS, NackCode, Staging
+from bus.protocol.engine.operations import ReceiveChunk
 from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
-from sidecar.engine import Chunk
 from sidecar.vllm.plugin import kv_connectors, operations, worker_rpc
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.worker_client import WorkerClient
+from tests.support.steps import steps
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    Told: TypeAlias = operations.Operation | str
+    Told: TypeAlias = operations.WorkerOperation | str
 
 MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
 META = TensorMeta("a", "float32", (2,))
@@ -48,7 +49,7 @@ class Workers:
         self.found = StagingCapacity(64)
         self.calls_off: bool | None = False
         self.peers: list[StagingChannelServer] = []
-        self.by_lane: list[operations.Operation] = []
+        self.by_lane: list[operations.WorkerOperation] = []
         self.held: tuple[str, ...] | None = None  # adapters
         self.in_place = False
         self.forgets = False  # what was armed
@@ -70,26 +71,25 @@ class Workers:
                 names = [self.channel_name or self.channel.name, *(p.name for p in self.peers)]
                 return [msgspec.to_builtins(operations.Done(channel=name)) for name in names]
             case worker_rpc.SWAP:
-                self.told += [operations.decode(kwargs[name]) for name in ("check", "operation")]
-                self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
+                self.told.append(operations.decode(kwargs["operation"]))
                 return [True]
             case worker_rpc.CALL_OFF:
                 self.told.append("call off")
                 return [self.calls_off]
         raise AssertionError(method)
 
-    def _carry_out(self, told: operations.Operation) -> operations.Done:
+    def _carry_out(self, told: operations.WorkerOperation) -> operations.Done:
         if isinstance(told, operations.Greet):
             return operations.Done()
         self.told.append(told)
         self.by_lane.append(told)
-        if isinstance(told, operations.Rearm | operations.ArmManifest):
+        if isinstance(told, operations.ArmManifest):
             if self.forgets:
                 raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
             return operations.Done(room=self.found)
         return operations.Done(in_place=self.in_place, ahead=3)
 
-    def _perform(self, told: operations.Operation) -> None:
+    def _perform(self, told: operations.WorkerOperation) -> None:
         self.told.append(told)
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
@@ -126,6 +126,10 @@ def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer
     return client
 
 
+def armed(manifest: Manifest, staging: Staging | None = None) -> operations.ArmManifest:
+    return operations.ArmManifest(manifest, "model", staging, False, manifest.digest())
+
+
 def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:
     """What these steps came to."""
 
@@ -144,17 +148,17 @@ def test_an_update_is_one_call_for_each_step(
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
-    steps = (
-        client.arm(MANIFEST, "model"),
-        client.start_update(recover=False, target="model"),
-        client.receive(Chunk(0, "shm", (META,), b"h")),
-        client.load(0, "full", (7,)),
-        client.finish_update(),
+    told(workers, client._hello(facts(), cores=1), steps(client).open_transfer("shm", b"", NO_RANK))
+    todo = (
+        steps(client).arm(MANIFEST, "model"),
+        steps(client).start_update(recover=False, target="model"),
+        steps(client).receive(ReceiveChunk(0, "shm", b"h")),
+        steps(client).load(0, "full", (7,)),
+        steps(client).finish_update(),
         client._adapter.settle(),
     )
-    assert told(workers, *steps) == [
-        operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
+    assert told(workers, *todo) == [
+        armed(MANIFEST),
         operations.Start("model", recover=False),
         operations.ReceiveChunk(0, "shm", b"h"),
         operations.LoadChunk(0, "full", (7,)),
@@ -168,17 +172,17 @@ def test_a_part_is_checked_before_its_chunks_come(
     """Its chunks follow those before it."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
+    told(workers, steps(client).open_transfer("vllm:nccl", b"", NO_RANK))
     other = TensorMeta("b", "float32", (2,))
     part = Manifest.plan([other], chunk_bytes=8)
-    steps = (
-        client.arm(replace(MANIFEST, is_open=True), "model"),
-        client.start_update(recover=False, target="model"),
-        client.extend(part),
-        client.receive(Chunk(1, "vllm:nccl", (other,), b"h")),
+    todo = (
+        steps(client).arm(replace(MANIFEST, is_open=True), "model"),
+        steps(client).start_update(recover=False, target="model"),
+        steps(client).extend(part),
+        steps(client).receive(ReceiveChunk(1, "vllm:nccl", b"h")),
     )
-    assert told(workers, *steps)[2:] == [
-        operations.Extend(("b",), ("float32",), ((2,),), (1,)),
+    assert told(workers, *todo)[2:] == [
+        operations.Extend(part),
         operations.ReceiveChunk(1, "vllm:nccl", b"h"),
     ]
 
@@ -191,16 +195,16 @@ def test_a_part_of_a_staged_update_is_checked_by_the_channel_of_a_lone_worker(
     workers = Workers()
     workers.peers = [StagingChannelServer(workers._carry_out, lambda: None) for _ in range(peers)]
     client = client_of(workers, closed)
-    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
-    steps = (
-        client.arm(replace(MANIFEST, is_open=True), "model", MAY),
-        client.start_update(recover=False, target="model", staged=True),
+    told(workers, client._hello(facts(), cores=1), steps(client).open_transfer("shm", b"", NO_RANK))
+    todo = (
+        steps(client).arm(replace(MANIFEST, is_open=True), "model", MAY),
+        steps(client).start_update(recover=False, target="model", staged=True),
     )
-    told(workers, *steps)
+    told(workers, *todo)
     workers.by_lane.clear()
     part = Manifest.plan([TensorMeta("b", "float32", (2,))], chunk_bytes=8)
-    extend = operations.Extend(("b",), ("float32",), ((2,),), (1,))
-    assert told(workers, client.extend(part)) == [extend]
+    extend = operations.Extend(part)
+    assert told(workers, steps(client).extend(part)) == [extend]
     assert workers.by_lane == ([] if peers else [extend])
 
 
@@ -210,26 +214,24 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     """Chunks come by the channel, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
-    steps = (
-        client.arm(MANIFEST, "model", MAY),
-        client.start_update(recover=False, target="model", staged=True),
-        client.receive(Chunk(0, "shm", (META,), b"h")),
-        client.load(0, "full", (7,)),
-        client.finish_update(),
-        client.swap_staged(3, clear_cache=False),
-        client.restore("model"),
+    told(workers, client._hello(facts(), cores=1), steps(client).open_transfer("shm", b"", NO_RANK))
+    todo = (
+        steps(client).arm(MANIFEST, "model", MAY),
+        steps(client).start_update(recover=False, target="model", staged=True),
+        steps(client).receive(ReceiveChunk(0, "shm", b"h")),
+        steps(client).load(0, "full", (7,)),
+        steps(client).finish_update(),
+        steps(client).swap(3, clear_cache=False),
+        steps(client).restore("model"),
     )
-    assert told(workers, *steps) == [
-        operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY),
-        operations.StartStaging(),
-        operations.ReceiveChunk(0, "shm", b"h"),
-        operations.Stage((operations.SentChunk(0, "full", (7,)),)),
-        operations.Seal(),
-        operations.CheckReady(),
-        operations.SwapStaged(),
-        "swap to 3, False",
-        operations.ReleaseStaging(),
+    assert told(workers, *todo) == [
+        armed(MANIFEST, MAY),
+        operations.Start(staged=True),
+        operations.ReceiveChunk(0, "shm", b"h", staged=True),
+        operations.Stage((operations.LoadChunk(0, "full", (7,), staged=True),)),
+        operations.Finish(staged=True),
+        operations.SwapStaged(3),
+        operations.Restore(staged=True),
     ]
 
 
@@ -240,30 +242,32 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     workers = Workers()
     workers.in_place = True
     client = client_of(workers, closed)
-    told(workers, client._hello(facts(), cores=1), client.open_transfer("nccl", b"", NO_RANK))
+    told(
+        workers, client._hello(facts(), cores=1), steps(client).open_transfer("nccl", b"", NO_RANK)
+    )
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
     )
-    chunks = [Chunk(seq, "nccl", manifest.chunk(seq), b"h") for seq in range(3)]
-    told(workers, client.arm(manifest, "model", MAY))
-    steps = (
-        client.start_update(recover=False, target="model", staged=True),
-        client.receive(chunks[0]),
-        client.receive(chunks[1]),
-        client.load(0, "sample", (7,)),
-        client.receive(chunks[2]),
-        client.load(1, "sample", (8,)),
-        client.load(2, "sample", (9,)),
-        client.finish_update(),
+    chunks = [ReceiveChunk(seq, "nccl", b"h") for seq in range(3)]
+    told(workers, steps(client).arm(manifest, "model", MAY))
+    todo = (
+        steps(client).start_update(recover=False, target="model", staged=True),
+        steps(client).receive(chunks[0]),
+        steps(client).receive(chunks[1]),
+        steps(client).load(0, "sample", (7,)),
+        steps(client).receive(chunks[2]),
+        steps(client).load(1, "sample", (8,)),
+        steps(client).load(2, "sample", (9,)),
+        steps(client).finish_update(),
     )
-    sent = [operations.SentChunk(seq, "sample", (7 + seq,)) for seq in range(3)]
-    assert told(workers, *steps) == [
-        operations.StartStaging(),
-        operations.ReceiveChunk(0, "nccl", b"h"),
-        operations.ReceiveChunk(1, "nccl", b"h"),
-        operations.ReceiveChunk(2, "nccl", b"h"),
+    sent = [operations.LoadChunk(seq, "sample", (7 + seq,), staged=True) for seq in range(3)]
+    assert told(workers, *todo) == [
+        operations.Start(staged=True),
+        operations.ReceiveChunk(0, "nccl", b"h", staged=True),
+        operations.ReceiveChunk(1, "nccl", b"h", staged=True),
+        operations.ReceiveChunk(2, "nccl", b"h", staged=True),
         operations.Stage(tuple(sent)),
-        operations.Seal(),
+        operations.Finish(staged=True),
     ]
 
 
@@ -274,30 +278,30 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
-    arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
-    again = operations.Rearm(MANIFEST.digest(), MAY)
+    told(workers, client._hello(facts(), cores=1), steps(client).open_transfer("shm", b"", NO_RANK))
+    arm = armed(MANIFEST, MAY)
+    again = msgspec.structs.replace(armed(MANIFEST, MAY), manifest=None)
     other = replace(MANIFEST, shapes=((3,),))
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
-    assert len(told(workers, client.arm(other, "model", MAY))) == 1
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [arm]
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [again]
+    assert len(told(workers, steps(client).arm(other, "model", MAY))) == 1
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [arm]
     workers.forgets = True
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again, arm, arm]
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [again, arm, arm]
     workers.forgets, workers.found = False, StagingCapacity(64, "no room")
-    assert asyncio.run(client.arm(MANIFEST, "model", MAY)) == workers.found
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
-    told(workers, client.arm(MANIFEST, "model"))
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
-    told(workers, client.arm(other, "model"))
-    theirs = operations.Rearm(other.digest(), MAY)
-    assert told(workers, client.arm(other, "model", MAY)) == [theirs]
-    told(workers, client.arm(MANIFEST, "draft"))
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
-    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_RANK))
-    assert again not in told(workers, client.arm(MANIFEST, "model", MAY))
-    told(workers, client.open_transfer("shm", b"", NO_RANK))
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
+    assert asyncio.run(steps(client).arm(MANIFEST, "model", MAY)) == workers.found
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [again]
+    told(workers, steps(client).arm(MANIFEST, "model"))
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [again]
+    told(workers, steps(client).arm(other, "model"))
+    theirs = msgspec.structs.replace(armed(other, MAY), manifest=None)
+    assert told(workers, steps(client).arm(other, "model", MAY)) == [theirs]
+    told(workers, steps(client).arm(MANIFEST, "draft"))
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [arm]
+    told(workers, steps(client).open_transfer(adapter_backend("mine"), b"", NO_RANK))
+    assert again not in told(workers, steps(client).arm(MANIFEST, "model", MAY))
+    told(workers, steps(client).open_transfer("shm", b"", NO_RANK))
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [arm]
 
 
 @pytest.mark.parametrize("workers_there", [1, 2])
@@ -313,22 +317,22 @@ def test_what_may_take_long_is_asked_of_lanes(
     client = client_of(workers, closed)
     told(workers, client._hello(facts(), cores=1))
     for backend in (adapter_backend("mine"), "shm"):
-        assert asyncio.run(client.open_transfer(backend, b"", NO_RANK)) == 3
+        assert asyncio.run(steps(client).open_transfer(backend, b"", NO_RANK)) == 3
         assert (
             workers.by_lane[-workers_there:]
-            == [operations.Open(backend, b"", 0, 1, 0)] * workers_there
+            == [operations.Open("o1", backend, b"")] * workers_there
         )
-    told(workers, client.arm(MANIFEST, "model", MAY))
-    arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
+    told(workers, steps(client).arm(MANIFEST, "model", MAY))
+    arm = armed(MANIFEST, MAY)
     assert workers.told == [arm]
     assert (workers.by_lane[-1] == arm) == (workers_there == 1)
     workers.by_lane.clear()
-    told(workers, client.arm(MANIFEST, "draft", MAY))
-    told(workers, client.arm(replace(MANIFEST, counts=(1,)), "model", MAY))
-    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
+    told(workers, steps(client).arm(MANIFEST, "draft", MAY))
+    told(workers, steps(client).arm(replace(MANIFEST, counts=(1,)), "model", MAY))
+    told(workers, steps(client).open_transfer("vllm:nccl", b"", NO_RANK))
     assert workers.by_lane == []
     workers.forgets = True
-    assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm] * (3 - workers_there)
+    assert told(workers, steps(client).arm(MANIFEST, "model", MAY)) == [arm] * (3 - workers_there)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 0])
@@ -341,11 +345,11 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     workers.calls_off = False if cores else None
     client = client_of(workers, closed)
     told(workers, client._hello(facts(), cores=cores))
-    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    found = asyncio.run(steps(client).arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
     with pytest.raises(EngineError) as refused:
-        asyncio.run(client.arm(MANIFEST, "model", replace(MAY, required=True)))
+        asyncio.run(steps(client).arm(MANIFEST, "model", replace(MAY, required=True)))
     assert refused.value.code is NackCode.STAGING_REFUSED
 
 
@@ -357,7 +361,7 @@ def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
     client = client_of(workers, closed)
     why = "ParallelConfig.sync_dp_state takes more"
     told(workers, client._hello(facts({"staged_updates": why, "admission": ""}), cores=1))
-    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    found = asyncio.run(steps(client).arm(MANIFEST, "model", MAY))
     assert found.why_not == f"this vLLM can't stage updates: {why}"
 
 
@@ -370,9 +374,8 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
     told(workers, client._hello(facts({"prefix_cache_versions": mixes}), cores=1))
     assert client._caches.clears(True)
     assert client._caches.clears(False) == bool(mixes)
-    assert (
-        told(workers, client.swap_staged(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
-    )
+    swap = operations.SwapStaged(5, clear_cache=bool(mixes))
+    assert told(workers, steps(client).swap(5, clear_cache=False)) == [swap]
 
 
 def test_workers_that_cannot_be_reached_stage_nothing(
@@ -383,7 +386,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(
     workers.channel_name = "wavebus-channel-nobody"
     client = client_of(workers, closed)
     told(workers, client._hello(facts(), cores=1))
-    found = asyncio.run(client.arm(MANIFEST, "model", MAY))
+    found = asyncio.run(steps(client).arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
 
 
@@ -393,22 +396,9 @@ def test_a_recovery_and_a_restore_are_one_call(
     """The workers know what is open, and of which model."""
     workers = Workers()
     client = client_of(workers, closed)
-    recovered = client.start_update(recover=True, target="draft")
+    recovered = steps(client).start_update(recover=True, target="draft")
     assert told(workers, recovered) == [operations.Start("draft", recover=True)]
-    assert told(workers, client.restore("draft")) == [operations.Restore("draft")]
-
-
-def test_what_is_loaded_when_it_is_received_is_not_loaded_again(
-    closed: list[WorkerClient | StagingChannelServer],
-) -> None:
-    """By vLLM's own worker engines, until another transport is open."""
-    workers = Workers()
-    client = client_of(workers, closed)
-    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
-    [received] = told(workers, client.receive(Chunk(0, "vllm:nccl", (META,), b"")), client.load(0))
-    assert isinstance(received, operations.ReceiveChunk)
-    told(workers, client.open_transfer("shm", b"", NO_RANK))
-    assert told(workers, client.load(0)) == [operations.LoadChunk(0, "off", ())]
+    assert told(workers, steps(client).restore("draft")) == [operations.Restore("draft")]
 
 
 class Waiting(Workers):
@@ -418,15 +408,15 @@ class Waiting(Workers):
         super().__init__()
         self.waits, self.interrupted = threading.Event(), threading.Event()
 
-    def _carry_out(self, told: operations.Operation) -> operations.Done:
+    def _carry_out(self, told: operations.WorkerOperation) -> operations.Done:
         if isinstance(told, operations.ReceiveChunk):
             self.waits.set()
             self.interrupted.wait()
         return super()._carry_out(told)
 
-    def _perform(self, told: operations.Operation) -> None:
+    def _perform(self, told: operations.WorkerOperation) -> None:
         super()._perform(told)
-        if isinstance(told, operations.ReleaseStaging):
+        if told == operations.Restore(staged=True):
             self.interrupted.set()
 
 
@@ -441,16 +431,17 @@ def test_a_staged_receive_of_vllms_own_is_called_off_through_the_core(
         await client._hello(facts(), cores=1, backend="nccl")
         workers.interrupted.clear()
         for backend in ("shm", "vllm:nccl"):
-            await client.open_transfer(backend, b"", NO_RANK)
+            await steps(client).open_transfer(backend, b"", NO_RANK)
         assert workers.by_lane == []
-        await client.arm(MANIFEST, "model", MAY)
-        await client.start_update(recover=False, staged=True)
-        receiving = asyncio.create_task(client.receive(Chunk(0, "vllm:nccl", (META,), b"")))
+        await steps(client).arm(MANIFEST, "model", MAY)
+        await steps(client).start_update(recover=False, staged=True)
+        receiving = asyncio.create_task(steps(client).receive(ReceiveChunk(0, "vllm:nccl", b"")))
         await asyncio.to_thread(workers.waits.wait)
         await client.call_off()
         await receiving
-        assert workers.told.count(operations.ReleaseStaging()) == 2, "the first one is the hello's"
-        await client.load(0)
+        assert workers.told.count(operations.Restore(staged=True)) == 2, (
+            "the first one is the hello's"
+        )
         await client.call_off()
         assert workers.told[-1] == "call off"
 
@@ -464,11 +455,11 @@ def test_engines_step_on_while_their_workers_drain_a_transport(
     """Unless they have no staging channels: several cores have none."""
     workers = Workers()
     client = client_of(workers, closed)
-    drain = operations.Drain("vllm:nccl", b"h", 1500)
+    drain = operations.Drain("d1", "vllm:nccl", b"h", 1500)
 
     async def scenario() -> None:
         await client._hello(facts(), cores=cores, backend="nccl")
-        await client.drain_transfer("vllm:nccl", b"h", 1.5)
+        await steps(client).drain_transfer("vllm:nccl", b"h", 1.5)
         assert workers.told[-1] == drain
         assert workers.by_lane == ([drain] if cores == 1 else [])
 
@@ -485,55 +476,55 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
     told(workers, client._hello(facts(), cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
-            told(workers, client.load(0, "full", (7,)))
+            told(workers, steps(client).load(0, "full", (7,)))
         assert workers.told == [operations.VerifyChunk(0, "full", (7,))]
     else:
         loaded = [operations.VerifyChunk(0, "full", (7,)), operations.LoadChunk(0, "off", ())]
-        assert told(workers, client.load(0, "full", (7,))) == loaded
-        assert told(workers, client.load(1)) == [operations.LoadChunk(1, "off", ())]
+        assert told(workers, steps(client).load(0, "full", (7,))) == loaded
+        assert told(workers, steps(client).load(1)) == [operations.LoadChunk(1, "off", ())]
 
 
 def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
     closed: list[WorkerClient | StagingChannelServer],
 ) -> None:
     """When its last chunk has come, and under a path that no other update has. Over one transport
-    it comes any number of times, and vLLM is looked at each time. It needs no session."""
+    it comes any number of times, and vLLM is looked at each time."""
     workers = Workers()
     client = client_of(workers, closed)
     mine = adapter_backend("mine")
     manifest = replace(
         MANIFEST, names=("a", "b"), dtypes=("int8",) * 2, shapes=((1,),) * 2, chunk_ends=(1, 2)
     )
-    chunks = [Chunk(seq, mine, manifest.chunk(seq), b"h", "u7") for seq in range(2)]
+    chunks = [ReceiveChunk(seq, mine, b"h", "u7") for seq in range(2)]
     told(
         workers,
         client._hello(facts(), cores=1),
-        client.open_transfer(mine, b"", NO_RANK),
+        steps(client).open_transfer(mine, b"", NO_RANK),
     )
-    assert told(workers, client.arm(manifest, "model"))[0] == "check mine"
-    steps = (
-        client.arm(manifest, "model"),
-        client.start_update(recover=False, target="model"),
-        client.receive(chunks[0]),
-        client.load(0, "full", (7,)),
-        client.receive(chunks[1]),
-        client.load(1, "full", (8,)),
-        client.finish_update(),
+    assert told(workers, steps(client).arm(manifest, "model"))[0] == "check mine"
+    todo = (
+        steps(client).arm(manifest, "model"),
+        steps(client).start_update(recover=False, target="model"),
+        steps(client).receive(chunks[0]),
+        steps(client).load(0, "full", (7,)),
+        steps(client).receive(chunks[1]),
+        steps(client).load(1, "full", (8,)),
+        steps(client).finish_update(),
         client._adapter.settle(),
-        client.restore("model"),
+        steps(client).restore("model"),
     )
-    assert told(workers, *steps) == [
+    assert told(workers, *todo) == [
         "check mine",
-        operations.ArmManifest(
-            manifest.names, manifest.dtypes, manifest.shapes, (1, 2), "model", ()
-        ),
-        operations.ReceiveChunk(0, mine, b"h"),
-        operations.LoadAdapter(0, "full", (7,)),
-        operations.ReceiveChunk(1, mine, b"h"),
-        operations.LoadAdapter(1, "full", (8,)),
+        armed(manifest),
+        operations.Start(),
+        operations.ReceiveChunk(0, mine, b"h", "u7"),
+        operations.LoadChunk(0, "full", (7,)),
+        operations.ReceiveChunk(1, mine, b"h", "u7"),
+        operations.LoadChunk(1, "full", (8,)),
         f"load mine from {ADAPTER_PATHS}u7",
+        operations.Finish(),
         operations.SettleAdapter(),
-        operations.UndoAdapter(settled=True),
+        operations.Restore(),
         "undo mine",
     ]
 
@@ -545,21 +536,24 @@ def test_a_removal_is_the_front_ends_before_it_is_settled(
     workers = Workers()
     client = client_of(workers, closed)
     removal = removal_backend("mine")
-    told(workers, client._hello(facts(), cores=1), client.open_transfer(removal, b"", NO_RANK))
-    steps = (
-        client.arm(NO_TENSORS, "model"),
-        client.start_update(recover=False, target="model"),
-        client.finish_update(),
-        client._adapter.settle(),
-        client.restore("model"),
+    told(
+        workers, client._hello(facts(), cores=1), steps(client).open_transfer(removal, b"", NO_RANK)
     )
-    assert told(workers, *steps) == [
+    todo = (
+        steps(client).arm(NO_TENSORS, "model"),
+        steps(client).start_update(recover=False, target="model"),
+        steps(client).finish_update(),
+        client._adapter.settle(),
+        steps(client).restore("model"),
+    )
+    assert told(workers, *todo) == [
         "check mine",
-        operations.ArmManifest((), (), (), (), "model", ()),
-        operations.RemoveAdapter(),
+        armed(NO_TENSORS),
+        operations.Start(),
+        operations.Finish(),
         "remove mine",
         operations.SettleAdapter(),
-        operations.UndoAdapter(settled=True),
+        operations.Restore(),
         "undo mine",
     ]
 
@@ -574,7 +568,8 @@ def test_adapters_are_dropped_by_the_front_end_first(
     told(workers, client._hello(facts(), cores=1))
     dropped = ["remove a", "remove b", operations.DropAdapters()] if held else []
     asked = operations.UndoAdapter(settled=False)
-    assert told(workers, client.drop_adapters()) == [asked, *dropped]
+    arm = msgspec.structs.replace(armed(MANIFEST), drops_adapters=True)
+    assert told(workers, steps(client).arm(MANIFEST, drops_adapters=True)) == [asked, *dropped, arm]
 
 
 def test_an_engine_with_a_refused_connector_is_armed_with_nothing(
@@ -587,23 +582,6 @@ def test_an_engine_with_a_refused_connector_is_armed_with_nothing(
     before = told(workers, client._hello(facts(connectors=found), cores=1))
     for staging in (None, MAY):
         with pytest.raises(EngineError, match="ExampleConnector: keyed by") as refused:
-            asyncio.run(client.arm(MANIFEST, "model", staging))
+            asyncio.run(steps(client).arm(MANIFEST, "model", staging))
         assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
     assert workers.told == before
-
-
-@pytest.mark.parametrize("chunk", [Chunk(0, "shm", (), b"h"), Chunk(1, "shm", (META,), b"h")])
-@pytest.mark.parametrize("staging", [None, MAY])
-def test_a_chunk_that_was_not_armed_is_refused(
-    chunk: Chunk, staging: Staging | None, closed: list[WorkerClient | StagingChannelServer]
-) -> None:
-    """Workers are asked for a chunk by its number alone: so it must be the armed manifest's."""
-    workers = Workers()
-    client = client_of(workers, closed)
-    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
-    told(workers, client.arm(MANIFEST, "model", staging))
-    told(workers, client.start_update(recover=False, staged=staging is not None))
-    with pytest.raises(EngineError, match="not the armed manifest's") as refused:
-        asyncio.run(client.receive(chunk))
-    assert refused.value.code is NackCode.TRANSFER_FAILED
-    assert not any(isinstance(each, operations.ReceiveChunk) for each in workers.told)

@@ -16,6 +16,7 @@ import torch
 
 from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import NackCode
+from bus.protocol.engine.operations import Start
 from bus.weight_transfer.allocation import ALONE
 from bus.weight_transfer.shm import ShmSender
 from tests.support.broker import a_broker
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import Target
+    from bus.protocol.engine.operations import Done, UpdateOperation
     from sidecar.embedded import EmbeddedEngine
     from tests.support.checkpoints import Checkpoint
     from trainer_agent.options import UpdateOptions
@@ -428,14 +430,6 @@ def test_infos_of_other_worker_engines_are_refused(checkpoint: Checkpoint) -> No
 def test_ranks_that_send_shards_wait_until_engines_have_started(checkpoint: Checkpoint) -> None:
     """They would stay in a collective that engines never enter. No engine here takes shards."""
 
-    async def broken(
-        *,
-        recover: bool,
-        target: Target = "model",
-        staged: bool = False,
-    ) -> None:
-        raise EngineError(f"no start of the {target}, recover={recover}")
-
     async def scenario() -> None:
         async with (
             a_bench(checkpoint, ranks=2) as bench,
@@ -446,7 +440,14 @@ def test_ranks_that_send_shards_wait_until_engines_have_started(checkpoint: Chec
             bench.agent._engine_session._native_transport = NativeTransport(
                 "vllm:nccl_m2n", CHUNK_BYTES
             )
-            bench.engine.start_update = broken  # type: ignore[method-assign]
+            perform = bench.engine.perform
+
+            async def broken(operation: UpdateOperation) -> Done:
+                if isinstance(operation, Start):
+                    raise EngineError(f"no start of the {operation.target}")
+                return await perform(operation)
+
+            bench.engine.perform = broken  # type: ignore[method-assign]
             _, theirs = bench.source(21)
             reading = asyncio.create_task(asyncio.to_thread(list, other.source(theirs)))
             await asyncio.to_thread(trainer.client.start_weight_update)

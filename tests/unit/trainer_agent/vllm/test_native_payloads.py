@@ -35,11 +35,7 @@ def test_ipc_handles_arrive_as_they_were() -> None:
         info, UpdatePlan.of_source(METAS, chunk_bytes=1 << 20), 0, "u1"
     )
     assert (sent.verify, sent.sums) == ("unsupported", ())
-    told = {
-        "names": list(meta.names),
-        "dtype_names": list(meta.dtypes),
-        "shapes": [list(shape) for shape in meta.shapes],
-    }
+    told = {name: info[name] for name in ("names", "dtype_names", "shapes")}
     assert rebuildable(blobs.decode_chunk(meta.handle, told)) == info
 
 

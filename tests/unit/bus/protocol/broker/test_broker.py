@@ -1202,13 +1202,12 @@ def test_with_nobody_left_both_messages_of_a_chunk_are_refused_with_the_reason(
     }
 
 
-def test_a_chunk_that_is_not_the_planned_one_reaches_no_engine(bench: Bench) -> None:
-    """It is refused by its field."""
+def test_a_chunk_of_another_manifest_reaches_no_engine(bench: Bench) -> None:
+    """It is refused by its digest."""
     bench.loading()
-    chunk = make_chunk("u1", MANIFEST, 0, 1)
-    object.__setattr__(chunk, "names", ("b",))
+    chunk = replace(make_chunk("u1", MANIFEST, 0, 1), digest="0" * 64)
     effects = bench.say("t", chunk)
-    assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MANIFEST_REFUSED, "names")
+    assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MANIFEST_REFUSED, "digest")
     assert not [each for each in messages(effects) if isinstance(each, WeightChunkMeta)]
 
 

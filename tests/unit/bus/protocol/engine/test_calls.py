@@ -6,14 +6,8 @@ import pytest
 
 from bus.messages import PauseGlobal, Step
 from bus.protocol.core.ack_barrier import AckBarrier
-from bus.protocol.engine.calls import (
-    CallArm,
-    CallLoad,
-    CallPause,
-    CallQueue,
-    CallRestore,
-    CallResume,
-)
+from bus.protocol.engine.calls import CallPause, CallQueue, CallResume
+from bus.protocol.engine.operations import ArmManifest, LoadChunk, Restore
 from tests.sim.makers import make_manifest
 from tests.unit.bus._builders import ack
 
@@ -45,12 +39,12 @@ def test_the_end_of_a_call_that_does_not_run_is_a_defect() -> None:
 def test_what_waits_can_be_dropped_but_for_a_pause() -> None:
     """Chunks of an update that failed make no sense; a pause was acked as issued."""
     queue = CallQueue()
-    arm = CallArm(make_manifest(), "model")
+    arm = ArmManifest(make_manifest(), "model")
     queue.add(arm, 1)
     queue.issue(0.0)
-    queue.add(CallLoad(0, "off", ()), 2)
+    queue.add(LoadChunk(0, "off", ()), 2)
     queue.add(PAUSE, 3)
-    queue.add(CallRestore("model"), 4)
+    queue.add(Restore("model"), 4)
     queue.drop_waiting()
     assert len(queue) == 2
     queue.end(arm)

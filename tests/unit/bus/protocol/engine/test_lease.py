@@ -19,13 +19,12 @@ from bus.protocol.core.effects import Note, Send
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallPause,
-    CallRestore,
     CallResume,
-    CallStart,
     SendToPeers,
     SessionEffect,
 )
 from bus.protocol.engine.lease import LeaseState
+from bus.protocol.engine.operations import Restore, Start
 from bus.protocol.engine.update_states import EngineUpdateState
 from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in, only
@@ -166,7 +165,7 @@ def test_a_rank_restores_what_it_began_before_it_says_that_it_is_clean() -> None
     """Until then it can't say."""
     driver = rank_of(2).started()
     driver.tick(OVER_MS)
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert told(driver.word(1, "clean", asks=True)) == [("pausing", (1,), False)]
     assert driver.session.phase == "updating"
     driver.returned()
@@ -206,7 +205,7 @@ def test_a_staged_update_ends_with_the_lease() -> None:
     what it has staged for as long as a peer rank is quarantined."""
     driver = rank_of(2).stages().paused()
     driver.tick(OVER_MS)
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model", staged=True)
     driver.returned()
     assert driver.session.update.state is EngineUpdateState.NONE
     driver.tick(AGAIN_MS)
@@ -249,7 +248,7 @@ def test_requests_that_are_ended_for_a_peers_sake_leave_the_next_update_armed() 
     assert driver.returned() == []
     driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep"))
     driver.command(UpdateStart("u1"))
-    assert driver.calls[-1] == CallStart(recover=False, target="model")
+    assert driver.calls[-1] == Start(recover=False, target="model")
 
 
 def test_a_pause_that_waited_for_a_peer_is_taken_when_that_turns_out_to_be_partial() -> None:

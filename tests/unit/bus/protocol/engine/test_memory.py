@@ -19,16 +19,9 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.engine.calls import (
-    CallAbortRequests,
-    CallArm,
-    CallRestore,
-    CallResume,
-    CallSleep,
-    CallStart,
-    CallWakeWeights,
-)
+from bus.protocol.engine.calls import CallAbortRequests, CallResume, CallSleep, CallWakeWeights
 from bus.protocol.engine.memory import MemoryState
+from bus.protocol.engine.operations import ArmManifest, Restore, Start
 from bus.protocol.engine.update_states import EngineUpdateState
 from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import messages, nack_in, only
@@ -116,7 +109,7 @@ def test_an_engine_gives_up_a_forgotten_update_before_it_sleeps(to: str) -> None
     effects = driver.command(Sleep("u1", 2))
     assert not [each for each in messages(effects) if isinstance(each, Nack)]
     if driver.running is not None:
-        undoing = CallAbortRequests if to == "loaded" else CallRestore
+        undoing = CallAbortRequests if to == "loaded" else Restore
         assert isinstance(driver.running, undoing)
         assert driver.command(Sleep("u1", 2)) == []
         driver.returned()
@@ -197,7 +190,7 @@ def test_nothing_is_armed_while_the_weights_sleep() -> None:
     assert only(driver.returned(), Ack).step is Step.WAKE
     assert only(driver.command(Wake("u1")), Ack).step is Step.WAKE
     update(driver)
-    assert CallStart(recover=False, target="model") in driver.calls
+    assert Start(recover=False, target="model") in driver.calls
     driver.command(Resume("u1"))
     assert driver.calls[-1] == CallResume(asleep=True)
 
@@ -221,7 +214,7 @@ def test_discarded_weights_are_not_resumed_until_a_commit(outcome: str) -> None:
     driver.returned()
     assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
     update(driver)
-    assert CallStart(recover=True, target="model") in driver.calls
+    assert Start(recover=True, target="model") in driver.calls
     assert driver.session.phase == "asleep"  # its KV cache
     driver.command(Resume("u1"))
     assert driver.calls[-1] == CallResume(asleep=True)
@@ -274,7 +267,7 @@ def test_an_update_armed_again_while_the_emptied_end_their_requests_waits_for_th
     assert not driver.command(again)
     driver.returned()
     driver.command(again)
-    assert isinstance(driver.running, CallArm)
+    assert isinstance(driver.running, ArmManifest)
 
 
 def test_a_late_sleep_of_this_pause_does_not_undo_its_wake() -> None:

@@ -23,15 +23,9 @@ from bus.messages import (
     UpdateStart,
 )
 from bus.protocol.core.effects import Note, Send
-from bus.protocol.engine.calls import (
-    CallAbortRequests,
-    CallArm,
-    CallPause,
-    CallProbe,
-    CallRestore,
-    CallResume,
-)
+from bus.protocol.engine.calls import CallAbortRequests, CallPause, CallProbe, CallResume
 from bus.protocol.engine.lease import LeaseState
+from bus.protocol.engine.operations import ArmManifest, Restore
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.session import EngineSession
 from bus.protocol.engine.update_states import EngineUpdateState
@@ -187,7 +181,7 @@ def test_an_engine_that_started_and_loaded_nothing_is_restored_then_resumes() ->
     """In this order."""
     driver = Driver().started()
     driver.tick(5_000.0)
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     driver.returned()
     assert driver.session.phase == "paused"
     driver.tick(5_001.0)
@@ -235,7 +229,7 @@ def test_a_pause_behind_an_arm_that_is_refused_is_still_made() -> None:
     driver.returned()
     driver.command(make_arm("u1", MANIFEST, version=4))
     assert only(driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep")), Ack)
-    assert isinstance(driver.running, CallArm)
+    assert isinstance(driver.running, ArmManifest)
     assert only(driver.failed(), Nack).step is Step.ARM
     assert isinstance(driver.running, CallPause)
     driver.returned()
@@ -365,5 +359,5 @@ def test_requests_of_a_stale_engine_that_end_are_no_abort() -> None:
     driver.take(driver.session.on_group_version(9, 0.0))
     assert driver.running == CallAbortRequests()
     driver.command(Abort("u1", ""))
-    assert driver.returned() == [CallRestore("model")]
+    assert driver.returned() == [Restore("model", staged=True)]
     assert only(driver.returned(), Ack).step is Step.ABORT

@@ -14,7 +14,7 @@ from bus.messages import (
     TransferInit,
     UpdateStart,
 )
-from bus.protocol.engine.calls import CallArm, CallDrain, CallStart
+from bus.protocol.engine.operations import ArmManifest, Drain, Start
 from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
@@ -37,14 +37,14 @@ def test_an_update_over_another_transport_than_the_open_one_is_refused() -> None
     assert (nack.code, nack.field) == (NackCode.TRANSFER_CLOSED, "transfer")
     assert "t1" in nack.detail
     opened(driver, "t2").command(make_arm("u1", MANIFEST, version=4, transfer="t2"))
-    assert isinstance(driver.running, CallArm)
+    assert isinstance(driver.running, ArmManifest)
 
 
 def test_a_trainer_that_comes_back_goes_on_with_its_own_transport() -> None:
     """Its epoch is another one, and its memory the same."""
     driver = opened(Driver(), "t1")
     driver.command(make_arm("u1", MANIFEST, version=4, transfer="t1"), epoch=2)
-    assert isinstance(driver.running, CallArm)
+    assert isinstance(driver.running, ArmManifest)
 
 
 def test_a_transport_is_closed_while_another_one_is_opened() -> None:
@@ -89,7 +89,7 @@ def test_an_older_trainer_does_not_name_its_transport_and_gets_none_of_another_e
     opened(driver, "t2", epoch=2).command(arm, epoch=2)
     driver.returned()
     driver.command(UpdateStart("u1"), epoch=2)
-    assert isinstance(driver.running, CallStart)
+    assert isinstance(driver.running, Start)
 
 
 def test_an_opening_that_failed_leaves_none_open() -> None:
@@ -109,14 +109,14 @@ def test_a_transport_is_drained_once_and_stays_open() -> None:
     """A second receive would wait for a sender that sends no more."""
     driver = opened(Driver(), "t1")
     driver.command(draining("d1", "t1"))
-    call = CallDrain("d1", "sim", b"\x80", 5_000)
+    call = Drain("d1", "sim", b"\x80", 5_000)
     assert driver.running == call
     assert driver.command(draining("d1", "t1")) == []
     assert only(driver.returned(), Ack).step is Step.TRANSFER_DRAIN
     assert only(driver.command(draining("d1", "t1")), Ack).update_id == "d1"
     assert driver.running is None
     driver.command(make_arm("u1", MANIFEST, version=4, transfer="t1"))
-    assert isinstance(driver.running, CallArm)
+    assert isinstance(driver.running, ArmManifest)
 
 
 def test_a_drain_that_fails_closes_the_transport() -> None:

@@ -30,25 +30,27 @@ from bus.protocol.engine.admission import Admission
 from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
-    CallArm,
     CallCommit,
-    CallExtend,
-    CallFinish,
-    CallLoad,
-    CallOpenTransfer,
     CallPause,
     CallProbe,
     CallQueue,
-    CallReceive,
-    CallRestore,
     CallResult,
     CallSleep,
-    CallStart,
     SessionEffect,
+)
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Done,
+    Extend,
+    Finish,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    Restore,
+    Start,
 )
 from bus.protocol.engine.update import EngineUpdate
 from bus.protocol.engine.update_states import MIXED, EngineUpdateState
-from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._builders import messages, only
 
@@ -93,7 +95,9 @@ class Driver:
         return self.issue(self.update.start(3, UpdateStart(update_id), paused=paused))
 
     def chunk(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
-        return self.issue(self.update.chunk(10 + number, make_chunk(update_id, JOINED, number, 1)))
+        manifest = MANIFEST if number < CHUNKS else JOINED
+        message = make_chunk(update_id, manifest, number, 1)
+        return self.issue(self.update.chunk(10 + number, message))
 
     def sent(
         self, number: int, update_id: str = "u1", *, verify: Verify = "full"
@@ -191,10 +195,10 @@ def test_an_update_from_the_first_step_to_the_last() -> None:
     driver = Driver().to(_S.COMMITTING)
     assert only(driver.returned(), Ack).step is Step.COMMIT
     assert [type(call) for call in driver.calls] == [
-        CallArm,
-        CallStart,
-        *[CallReceive, CallLoad] * CHUNKS,
-        CallFinish,
+        ArmManifest,
+        Start,
+        *[ReceiveChunk, LoadChunk] * CHUNKS,
+        Finish,
         CallCommit,
     ]
     assert driver.update.version == 4
@@ -274,7 +278,7 @@ def test_every_command_in_every_state(state: EngineUpdateState, command: str) ->
 def test_the_chunks_of_a_part_come_when_the_engine_has_checked_it() -> None:
     """The part is acked again as often as it is asked; the update is finished behind its chunks."""
     driver = Driver().to(_S.EXTENDING)
-    assert driver.calls[-1] == CallExtend(PART)
+    assert driver.calls[-1] == Extend(PART)
     with pytest.raises(Declined, match="extending"):
         driver.chunk(CHUNKS)
     for acks in (driver.returned(), driver.part()):
@@ -284,8 +288,8 @@ def test_the_chunks_of_a_part_come_when_the_engine_has_checked_it() -> None:
     for number in (CHUNKS, CHUNKS + 1):
         driver.apply(number)
     driver.finish()
-    assert driver.calls[-1] == CallFinish()
-    assert driver.calls.count(CallExtend(PART)) == 1
+    assert driver.calls[-1] == Finish()
+    assert driver.calls.count(Extend(PART)) == 1
 
 
 def test_a_part_that_is_refused_leaves_the_update_without_it() -> None:
@@ -374,7 +378,7 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver = Driver(opened=False)
     driver.open()
     driver.open()
-    assert driver.calls == [CallOpenTransfer("t1", "sim", b"p", NO_RANK)]
+    assert driver.calls == [Open("t1", "sim", b"p")]
     assert only(driver.returned(), Ack).step is Step.TRANSFER_INIT
     assert only(driver.open(), Ack).step is Step.TRANSFER_INIT
     assert len(driver.calls) == 1
@@ -383,7 +387,7 @@ def test_a_transport_is_opened_once_however_often_it_is_asked() -> None:
     driver.open("t2", b"q")
     driver.returned()
     driver.returned()
-    assert driver.calls[2:] == [CallOpenTransfer("t2", "sim", b"q", NO_RANK)]
+    assert driver.calls[2:] == [Open("t2", "sim", b"q")]
 
 
 def test_each_opening_is_answered_by_its_own_name() -> None:
@@ -451,7 +455,7 @@ def test_an_engine_that_refuses_the_manifest_names_the_tensor() -> None:
     assert (nack.step, nack.tensor) == (Step.ARM, "b")
     assert driver.update.state is _S.NONE
     driver.arm()
-    assert [type(call) for call in driver.calls] == [CallArm, CallArm]
+    assert [type(call) for call in driver.calls] == [ArmManifest, ArmManifest]
 
 
 def test_an_update_does_not_start_while_the_engine_runs() -> None:
@@ -477,7 +481,7 @@ def test_chunks_are_loaded_once_and_in_order() -> None:
     for again in (driver.chunk(0), driver.sent(0)):
         acked = only(again, Ack)
         assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
-    loads = [call for call in driver.calls if isinstance(call, CallLoad)]
+    loads = [call for call in driver.calls if isinstance(call, LoadChunk)]
     assert loads == [load(0), load(1)]
 
 
@@ -492,23 +496,21 @@ def test_a_chunk_that_is_told_twice_while_it_is_under_way_is_loaded_once() -> No
     driver.sent(1)
     while driver.queue.running() is not None:
         driver.returned()
-    assert [call for call in driver.calls if isinstance(call, CallLoad)] == [load(0), load(1)]
+    assert [call for call in driver.calls if isinstance(call, LoadChunk)] == [load(0), load(1)]
 
 
-@pytest.mark.parametrize("field", ["names", "dtypes", "shapes", "sizes_bytes"])
-def test_a_chunk_that_is_not_the_planned_one_is_refused_by_field(field: str) -> None:
+def test_a_chunk_of_another_manifest_is_refused() -> None:
     """It is not taken, and the right one still may be."""
     driver = Driver().to(_S.STARTING)
     driver.returned()
-    message = make_chunk("u1", MANIFEST, 0, 1)
-    changed = {"names": ("z",), "dtypes": ("int8",), "shapes": ((5,),), "sizes_bytes": (17,)}
-    object.__setattr__(message, field, changed[field])
+    other = replace(MANIFEST, shapes=((5,), *MANIFEST.shapes[1:]))
     with pytest.raises(Declined) as declined:
-        driver.update.chunk(9, message)
-    assert declined.value.failure.code is NackCode.MANIFEST_REFUSED
-    assert declined.value.failure.field == field
+        driver.update.chunk(9, make_chunk("u1", other, 0, 1))
+    failure = declined.value.failure
+    assert (failure.code, failure.field) == (NackCode.MANIFEST_REFUSED, "digest")
+    assert f"is of manifest {other.digest()[:12]}" in failure.detail
     driver.chunk(0)
-    assert isinstance(driver.calls[-1], CallReceive)
+    assert isinstance(driver.calls[-1], ReceiveChunk)
 
 
 def test_a_chunk_that_the_manifest_does_not_have_is_refused() -> None:
@@ -538,7 +540,7 @@ def test_finish_needs_every_chunk(sent: int) -> None:
     driver.finish()
     while driver.queue.running():
         driver.returned()
-    assert driver.calls[-1] == CallFinish()
+    assert driver.calls[-1] == Finish()
     assert driver.update.state is _S.FINISHED
 
 
@@ -554,9 +556,9 @@ def test_finish_follows_the_last_load() -> None:
     driver.returned()
     assert driver.calls[-1] == load(CHUNKS - 1)
     assert only(driver.returned(), Ack).step is Step.CHUNK
-    assert driver.calls[-1] == CallFinish()
+    assert driver.calls[-1] == Finish()
     assert only(driver.returned(), Ack).step is Step.FINISH
-    assert driver.calls.count(CallFinish()) == 1
+    assert driver.calls.count(Finish()) == 1
 
 
 def test_no_finish_after_a_load_that_failed() -> None:
@@ -580,7 +582,7 @@ def test_chunks_that_are_told_while_it_starts_follow() -> None:
     driver = Driver().to(_S.STARTING)
     driver.chunk(0)
     driver.sent(0)
-    assert [type(call) for call in driver.calls] == [CallArm, CallStart]
+    assert [type(call) for call in driver.calls] == [ArmManifest, Start]
     assert only(driver.returned(), Ack).step is Step.START
     driver.returned()
     assert only(driver.returned(), Ack).step is Step.CHUNK
@@ -593,7 +595,7 @@ def test_with_room_for_two_one_is_received_ahead() -> None:
     driver.open()
     call = driver.queue.running()
     assert call is not None
-    driver.issue(driver.update.on_call_done(driver.queue.end(call), 2.0, 2))
+    driver.issue(driver.update.on_call_done(driver.queue.end(call), 2.0, Done(ahead=2)))
     driver.to(_S.STARTING)
     driver.returned()
     for k in range(3):
@@ -685,7 +687,7 @@ def test_an_abort_after_the_start_and_before_a_load_restores() -> None:
     driver = Driver().to(_S.STARTING)
     driver.returned()
     assert driver.abort() == []
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert driver.update.is_mixed
     assert outcome(driver.returned()) == "restored"
     assert not driver.update.is_mixed
@@ -726,7 +728,7 @@ def test_an_abort_while_a_chunk_is_received_finds_nothing_loaded() -> None:
     driver.chunk(0)
     assert driver.abort() == []
     driver.returned()
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert outcome(driver.returned()) == "restored"
 
 
@@ -743,7 +745,7 @@ def test_what_vllms_own_engines_receive_they_have_loaded() -> None:
         driver.start()
         driver.returned()
         driver.chunk(0)
-        assert isinstance(driver.calls[-1], CallReceive)
+        assert isinstance(driver.calls[-1], ReceiveChunk)
         if fails:
             driver.failed()
         else:
@@ -806,7 +808,7 @@ def test_an_adapter_is_undone_however_far_it_came(fails: str) -> None:
         driver.finish()
         driver.failed()
     driver.abort()
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert outcome(driver.returned()) == "restored"
     assert not driver.update.is_mixed
 
@@ -836,7 +838,7 @@ def test_weights_that_a_sleep_has_discarded_no_adapter_mends() -> None:
     assert commit_with(driver, ADAPTER, "u1", 4) == "partial"
     load_with(driver, ADAPTER, "u2", 5)
     driver.abort("u2")
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert outcome(driver.returned()) == "partial"
     assert driver.update.partial == {"model"}
 
@@ -863,8 +865,8 @@ def test_an_adapter_is_removed_by_an_update_without_chunks() -> None:
     driver.commit("u1", 4)
     assert only(driver.returned(), Ack).outcome == ""
     assert driver.update.version == 4
-    arm = CallArm(NO_TENSORS, "model")
-    calls = [CallStart(recover=False, target="model"), CallFinish(), CallCommit(4)]
+    arm = ArmManifest(NO_TENSORS, "model", digest=NO_TENSORS.digest())
+    calls = [Start(recover=False, target="model"), Finish(), CallCommit(4)]
     assert driver.calls[1:] == [arm, *calls]
 
 
@@ -874,7 +876,7 @@ def test_a_removal_that_fails_is_undone_and_mends_what_its_adapter_lacks() -> No
     remove(driver, "u1", 4)
     driver.failed()
     driver.abort()
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     driver.failed()
     driver.returned()
     assert driver.update.partial == {ADAPTER}
@@ -908,7 +910,9 @@ def test_an_engine_that_missed_an_update_drops_its_adapters(after: int, backend:
     manifest = NO_TENSORS if backend == REMOVAL else MANIFEST
     arm = replace(make_arm("u1", manifest, version=9), backend=backend, after=after)
     driver.issue(driver.update.arm(2, arm))
-    assert driver.calls[-1] == CallArm(manifest, "model", drops_adapters=after != 3)
+    assert driver.calls[-1] == ArmManifest(
+        manifest, "model", drops_adapters=after != 3, digest=manifest.digest()
+    )
 
 
 PATCH = Manifest.of_patch(make_manifest(("a", "c")).tensors(), (2, 0))
@@ -942,17 +946,17 @@ class Patched(Driver):
         self.start(update_id)
         self.returned()
         meta = make_chunk(update_id, PATCH, 0, 1)
-        self.issue(self.update.chunk(10, replace(meta, sizes_bytes=PATCH.sizes_bytes(0))))
+        self.issue(self.update.chunk(10, meta))
 
 
 def test_a_patch_goes_onto_the_version_that_it_is_a_difference_from() -> None:
     """And makes the next, which is the base of the one after it."""
     driver = Patched()
     driver.arm_patch(3, "u1", 5)
-    assert driver.calls[-1] == CallArm(PATCH, "model")
+    assert driver.calls[-1] == ArmManifest(PATCH, "model", digest=PATCH.digest())
     driver.returned()
     driver.receive()
-    assert CallStart(recover=False, target="model") in driver.calls
+    assert Start(recover=False, target="model") in driver.calls
     driver.returned()
     acked = driver.issue(driver.update.chunk(20, ChunkSent("u1", 0, "unsupported", ())))
     assert only(acked, Ack).step is Step.CHUNK
@@ -963,7 +967,7 @@ def test_a_patch_goes_onto_the_version_that_it_is_a_difference_from() -> None:
     assert driver.update.version == 5
     assert driver.refused_patch(3, "u2").code is NackCode.OTHER_BASE
     driver.arm_patch(5, "u3")
-    assert driver.calls[-1] == CallArm(PATCH, "model")
+    assert driver.calls[-1] == ArmManifest(PATCH, "model", digest=PATCH.digest())
 
 
 @pytest.mark.parametrize(("version", "base"), [(3, 2), (3, 4), (0, 1), (5, 3)])
@@ -1008,12 +1012,12 @@ def test_a_patch_that_broke_off_is_mended_by_a_whole_set_of_weights() -> None:
     driver.open()
     driver.returned()
     driver.to(_S.COMMITTING)
-    assert CallStart(recover=True, target="model") in driver.calls
+    assert Start(recover=True, target="model") in driver.calls
     driver.returned()
     driver.open_for_patches()
     assert driver.refused_patch(3, "u3").code is NackCode.OTHER_BASE
     driver.arm_patch(4, "u4")
-    assert driver.calls[-1] == CallArm(PATCH, "model")
+    assert driver.calls[-1] == ArmManifest(PATCH, "model", digest=PATCH.digest())
 
 
 def test_a_patch_that_was_given_up_before_it_came_leaves_its_base() -> None:
@@ -1023,10 +1027,10 @@ def test_a_patch_that_was_given_up_before_it_came_leaves_its_base() -> None:
     driver.start()
     driver.returned()
     driver.abort()
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert outcome(driver.returned()) == "restored"
     driver.arm_patch(3, "u2")
-    assert driver.calls[-1] == CallArm(PATCH, "model")
+    assert driver.calls[-1] == ArmManifest(PATCH, "model", digest=PATCH.digest())
 
 
 def test_no_patch_starts_on_weights_that_went_in_a_sleep() -> None:
@@ -1038,7 +1042,7 @@ def test_no_patch_starts_on_weights_that_went_in_a_sleep() -> None:
     with pytest.raises(Declined) as declined:
         driver.start()
     assert declined.value.failure.code is NackCode.OTHER_BASE
-    assert not any(isinstance(call, CallStart) for call in driver.calls)
+    assert not any(isinstance(call, Start) for call in driver.calls)
 
 
 @pytest.mark.parametrize(
@@ -1125,7 +1129,7 @@ def test_a_quarantined_engine_is_told_to_recover_and_freed_by_the_commit() -> No
     driver.arm("u2")
     driver.returned()
     driver.start("u2")
-    assert driver.calls[-1] == CallStart(recover=True, target="model")
+    assert driver.calls[-1] == Start(recover=True, target="model")
     driver.returned()
     assert outcome(driver.abort("u2")) == "partial"
     driver.arm("u3")
@@ -1161,18 +1165,18 @@ def test_a_pause_that_waits_behind_an_arm_outlives_its_abort() -> None:
     assert driver.calls[-1] is pause
 
 
-def load(chunk: int) -> CallLoad:
+def load(chunk: int) -> LoadChunk:
     """Of one that is verified."""
-    return CallLoad(chunk, "full", (1,))
+    return LoadChunk(chunk, "full", (1,))
 
 
 def load_calls(driver: Driver) -> list[tuple[str, int]]:
     """What was called of chunks, in order."""
-    names = {CallReceive: "receive", CallLoad: "load"}
+    names = {ReceiveChunk: "receive", LoadChunk: "load"}
     return [
         (names[type(call)], call.seq)
         for call in driver.calls
-        if isinstance(call, CallReceive | CallLoad)
+        if isinstance(call, ReceiveChunk | LoadChunk)
     ]
 
 
@@ -1192,7 +1196,7 @@ def test_a_chunk_is_received_verified_and_loaded_in_this_order() -> None:
     assert load_calls(driver) == [("receive", 0)]
     assert driver.queue.running() is None
     driver.sent(0)
-    assert driver.calls[-1] == CallLoad(0, "full", (1,))
+    assert driver.calls[-1] == LoadChunk(0, "full", (1,))
     acked = only(driver.returned(), Ack)
     assert (acked.step, acked.chunk) == (Step.CHUNK, 0)
 
@@ -1204,7 +1208,7 @@ def test_nothing_is_verified_where_there_is_nothing_to_verify(verify: Verify) ->
     driver.chunk(0)
     driver.returned()
     driver.sent(0, verify=verify)
-    assert driver.calls[-1] == CallLoad(0, verify, ())
+    assert driver.calls[-1] == LoadChunk(0, verify, ())
 
 
 def test_a_chunk_that_is_sent_while_it_is_received_is_loaded_after_that() -> None:
@@ -1333,7 +1337,7 @@ MISMATCH = Failure(NackCode.CHECKSUM_MISMATCH, "not what was sent", tensor="b")
 def mismatch(driver: Driver) -> Nack:
     """The load that runs finds another sum, and loads nothing; what is said of it."""
     call = driver.queue.running()
-    assert isinstance(call, CallLoad)
+    assert isinstance(call, LoadChunk)
     return only(driver.issue(driver.update.on_call_failed(driver.queue.end(call), MISMATCH)), Nack)
 
 
@@ -1400,7 +1404,7 @@ def test_a_mismatch_and_an_abort_that_waits_for_it_find_nothing_loaded() -> None
     driver.returned()
     assert driver.abort() == []
     mismatch(driver)
-    assert driver.calls[-1] == CallRestore("model")
+    assert driver.calls[-1] == Restore("model")
     assert outcome(driver.returned()) == "restored"
 
 
@@ -1472,10 +1476,10 @@ def test_an_engine_opens_its_end_in_its_own_place() -> None:
     """As the broker says; the same parameters in another communicator are another transport."""
     driver = Driver(opened=False)
     open_in(driver, 5, rank=3, size=9)
-    assert driver.calls == [CallOpenTransfer("t5", "sim", b"p", RankAssignment(5, 9, 3))]
+    assert driver.calls == [Open("t5", "sim", b"p", 5, 9, 3)]
     driver.returned()
     open_in(driver, 6, rank=3, size=9)
-    assert driver.calls[1:] == [CallOpenTransfer("t6", "sim", b"p", RankAssignment(6, 9, 3))]
+    assert driver.calls[1:] == [Open("t6", "sim", b"p", 6, 9, 3)]
 
 
 @pytest.mark.parametrize(("opened", "asked"), [(5, 6), (5, 0), (0, 5)])
@@ -1491,7 +1495,7 @@ def test_an_arm_of_another_communicator_is_refused(opened: int, asked: int) -> N
     assert driver.update.state is _S.NONE
     assert len(driver.queue) == 0
     driver.issue(driver.update.arm(2, make_arm("u1", MANIFEST, version=4, communicator=opened)))
-    assert isinstance(driver.calls[-1], CallArm)
+    assert isinstance(driver.calls[-1], ArmManifest)
 
 
 GIVEN = (ProbeResult((7, 8), (-0.5, -0.25)), ProbeResult((9, 9), (-1.0, -2.0)))

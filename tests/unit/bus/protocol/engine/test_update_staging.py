@@ -21,16 +21,8 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.engine.calls import (
-    CallAbortRequests,
-    CallAdmit,
-    CallCancel,
-    CallPause,
-    CallReceive,
-    CallRestore,
-    CallStart,
-    CallSwap,
-)
+from bus.protocol.engine.calls import CallAbortRequests, CallAdmit, CallCancel, CallPause
+from bus.protocol.engine.operations import Done, ReceiveChunk, Restore, Start, SwapStaged
 from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import messages, nack_in, only
@@ -44,7 +36,7 @@ def test_the_engine_runs_from_the_arm_to_the_commit() -> None:
     driver = Driver().may_stage()
     assert driver.session.phase == "armed"
     driver.command(UpdateStart("u1", staged=True))
-    assert driver.calls[-1] == CallStart(recover=False, target="model", staged=True)
+    assert driver.calls[-1] == Start(recover=False, target="model", staged=True)
     driver.returned()
     for chunks in (0, 1):
         driver.takes("u1", chunks)
@@ -57,13 +49,13 @@ def test_the_engine_runs_from_the_arm_to_the_commit() -> None:
 def test_the_swap_is_the_commit() -> None:
     """Acked when it is made, with the requests in flight; as often as it is asked."""
     driver = Driver().stages()
-    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+    assert driver.command(COMMIT) == [SwapStaged(4, clear_cache=True)]
     assert driver.command(COMMIT) == []
-    acked = only(driver.returned(5), Ack)
+    acked = only(driver.returned(Done(in_flight=5)), Ack)
     assert (acked.step, acked.in_flight) == (Step.COMMIT, 5)
     assert (driver.session.version, driver.session.phase) == (4, "running")
     assert only(driver.command(COMMIT), Ack).step is Step.COMMIT
-    assert len([call for call in driver.calls if isinstance(call, CallSwap)]) == 1
+    assert len([call for call in driver.calls if isinstance(call, SwapStaged)]) == 1
 
 
 @pytest.mark.parametrize("to", ["armed", "started", "staged", "whole"])
@@ -78,7 +70,7 @@ def test_given_up_before_the_swap_it_has_changed_nothing(to: str) -> None:
             driver.takes("u1", 1)
         effects = driver.command(Abort("u1", ""))
         if to != "armed":
-            assert isinstance(driver.calls[-1], CallRestore)
+            assert isinstance(driver.calls[-1], Restore)
             effects = driver.failed() if fails else driver.returned()
         assert only(effects, Ack).outcome == "untouched"
         assert (driver.session.phase, driver.session.version) == ("running", 3)
@@ -107,7 +99,7 @@ def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
     assert driver.command(Abort("u1", "")) == [CallCancel()]
     effects = driver.failed(NackCode.CALLED_OFF)
     assert nack_in(effects).step == Step.COMMIT
-    assert isinstance(driver.running, CallRestore)
+    assert isinstance(driver.running, Restore)
     assert only(driver.returned(), Ack).outcome == "untouched"
     assert driver.session.version == 3
 
@@ -129,13 +121,13 @@ def test_a_transport_of_vllms_own_is_staged_as_any_other() -> None:
     driver.returned()
     for k in range(MANIFEST.chunks):
         driver.command(make_chunk("u1", MANIFEST, k, 1))
-        assert isinstance(driver.running, CallReceive)
+        assert isinstance(driver.running, ReceiveChunk)
         driver.command(replace(make_sent("u1", MANIFEST, k, 1), verify="unsupported", sums=()))
         assert only(driver.returned(), Ack).chunk == k
         assert not driver.session.update.is_mixed
     driver.command(UpdateFinish("u1"))
     driver.returned()
-    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+    assert driver.command(COMMIT) == [SwapStaged(4, clear_cache=True)]
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -151,7 +143,7 @@ def test_a_receive_that_waits_for_a_sender_for_good_is_called_off_by_an_abort(st
     assert driver.command(Abort("u1", "")) == ([CallCancel()] if staged else [])
     effects = driver.failed(NackCode.TRANSFER_FAILED)
     assert nack_in(effects).step == Step.CHUNK
-    assert isinstance(driver.running, CallRestore if staged else CallAbortRequests)
+    assert isinstance(driver.running, Restore if staged else CallAbortRequests)
     assert only(driver.returned(), Ack).outcome == ("untouched" if staged else "partial")
     assert driver.session.phase == ("running" if staged else "quarantined")
 
@@ -174,19 +166,19 @@ def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str
         assert driver.command(later) == [CallCancel()]
         driver.failed(NackCode.CALLED_OFF)
     else:
-        assert driver.command(later) == [CallRestore("model")]
+        assert driver.command(later) == [Restore("model", staged=True)]
     assert driver.command(later) == []
     driver.returned()
     assert (driver.session.phase, driver.session.version) == ("running", 3)
     driver.command(later)
-    assert only(driver.returned(StagingCapacity(32)), Armed).update_id == "u2"
+    assert only(driver.returned(Done(room=StagingCapacity(32))), Armed).update_id == "u2"
 
 
 def test_another_transport_takes_the_place_of_an_update_that_the_bus_has_given_up() -> None:
     """So does a trainer that comes next: it begins with one of its own."""
     driver = Driver().stages()
     another = TransferInit("t2", "sim", b"", 0, 0, {})
-    assert driver.command(another) == [CallRestore("model")]
+    assert driver.command(another) == [Restore("model", staged=True)]
     assert driver.command(another) == []
     driver.returned()
     assert (driver.session.phase, driver.session.version) == ("running", 3)
@@ -223,7 +215,7 @@ def test_a_pause_comes_before_a_swap_that_waits() -> None:
     assert only(driver.command(PauseGlobal("p1")), Ack).step is Step.PAUSE_GLOBAL
     driver.command(Resume("p1"))
     driver.returned()
-    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+    assert driver.command(COMMIT) == [SwapStaged(4, clear_cache=True)]
 
 
 def test_a_peers_pause_comes_before_it_as_well() -> None:
@@ -238,7 +230,7 @@ def test_an_engine_alone_swaps_in_a_pause_too() -> None:
     driver = Driver().stages()
     driver.command(replace(PAUSE, update_id="p1"))
     driver.returned()
-    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+    assert driver.command(COMMIT) == [SwapStaged(4, clear_cache=True)]
     driver.returned()
     assert driver.session.version == 4
 
@@ -289,7 +281,7 @@ def test_who_gives_up_what_would_have_caught_it_up_closes_its_door_at_once(undon
     driver = Driver(dp_size=2).stages()
     assert driver.take(driver.session.on_group_version(4, 0.0)) == []
     driver.command(Abort("u1", ""))
-    assert isinstance(driver.running, CallRestore)
+    assert isinstance(driver.running, Restore)
     effects = driver.returned() if undone else driver.failed()
     assert only(effects, Ack).outcome == "untouched"
     assert isinstance(driver.running, CallAbortRequests)
@@ -357,12 +349,12 @@ def test_what_cannot_be_staged_is_said_when_it_is_armed(
     counts = change.get("counts", ())
     digest = replace(MANIFEST, counts=counts).digest()
     driver.command(replace(arm, **change, digest=digest))
-    assert why in only(driver.returned(room), Armed).why_paused
+    assert why in only(driver.returned(Done(room=room)), Armed).why_paused
     nack = nack_in(driver.command(UpdateStart("u1", staged=True)))
     assert nack.code is NackCode.STAGING_REFUSED
     driver.paused()
     driver.command(UpdateStart("u1"))
-    assert isinstance(driver.running, CallStart)
+    assert isinstance(driver.running, Start)
 
 
 def test_beside_weights_that_are_not_whole_nothing_is_staged() -> None:
@@ -371,7 +363,10 @@ def test_beside_weights_that_are_not_whole_nothing_is_staged() -> None:
     driver.command(Abort("u1", ""))
     driver.returned()
     driver.command(make_arm("u2", MANIFEST, version=5, staging=STAGING))
-    assert "weights are missing" in only(driver.returned(StagingCapacity(32)), Armed).why_paused
+    assert (
+        "weights are missing"
+        in only(driver.returned(Done(room=StagingCapacity(32))), Armed).why_paused
+    )
     nack = nack_in(driver.command(UpdateStart("u2", staged=True)))
     assert nack.code is NackCode.STAGING_REFUSED
 

@@ -18,7 +18,8 @@ from bus.messages import (
     Step,
     TransferInit,
 )
-from bus.protocol.engine.calls import CallCommit, CallLoad, CallStart
+from bus.protocol.engine.calls import CallCommit
+from bus.protocol.engine.operations import LoadChunk, Start
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.update import UpdateState
@@ -77,7 +78,7 @@ def test_a_late_joiner_is_brought_to_the_groups_version(collective: bool) -> Non
     assert [each.version for each in scene.trainer.catch_ups] == [1]
     if collective:
         assert late.truth.transfer is not None
-        assert late.truth.transfer.assignment.world_size == 2
+        assert late.truth.transfer.world_size == 2
     scene.update(8)
     assert scene.settled().version == 2
     assert scene.versions() == {"e0": 2, "e1": 2, "e2": 2}
@@ -94,7 +95,7 @@ def test_one_that_an_update_has_left_behind_comes_to_its_version() -> None:
     """It loaded a part; the others serve the version that it is brought to."""
     scene = Scene(1, 1)
     scene.trainer.keep_last = True
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     scene.update(7)
     assert scene.settled().excluded == ("e1",)
     assert scene.engine("e1").session.is_stale
@@ -106,7 +107,7 @@ def test_all_come_back_to_the_version_before_an_update_that_failed_everywhere() 
     """Nobody serves any more; the version that was the group's is what they get again."""
     scene = keeping(1, 1)
     for name in ("e0", "e1"):
-        scene.engine(name).behaviour.fail_next.add(CallLoad)
+        scene.engine(name).behaviour.fail_next.add(LoadChunk)
     scene.update(8)
     assert scene.settled().error is not None
     assert scene.running() == set()
@@ -131,7 +132,7 @@ def test_a_rank_that_has_committed_alone_goes_back_to_the_groups_version() -> No
     """Its peer rank's commit failed, and nobody else was left: so the update has failed."""
     scene = keeping(2, 1)
     scene.engine("e1").behaviour.fail_next.add(CallCommit)
-    scene.engine("e2").behaviour.fail_next.add(CallLoad)
+    scene.engine("e2").behaviour.fail_next.add(LoadChunk)
     scene.update(8)
     assert scene.settled().error is not None
     assert scene.engine("e0").truth.commits == [1, 2]
@@ -156,7 +157,7 @@ def test_a_dp_group_catches_up_beside_one_that_serves() -> None:
 def test_a_catch_up_that_fails_is_tried_again() -> None:
     scene = keeping(1, 1)
     reborn = scene.world.restart_engine("e1")
-    reborn.behaviour.fail_next.update({CallStart, CallLoad})
+    reborn.behaviour.fail_next.update({Start, LoadChunk})
     caught_up(scene, "e1")
     assert [each.error is None for each in scene.trainer.catch_ups] == [False, False, True]
     untouched(scene.engine("e0"))
@@ -312,9 +313,9 @@ def test_behind_is_told_with_the_version_and_the_names() -> None:
 def test_one_that_lacks_its_draft_is_brought_the_model_once() -> None:
     """It stays quarantined, and no more weights of the model would help."""
     scene = keeping(1, 1, draft=True)
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     scene.trainer.run(scene.trainer.update(9, target="draft"))
-    scene.world.engines["e0"].behaviour.fail_next.add(CallLoad)
+    scene.world.engines["e0"].behaviour.fail_next.add(LoadChunk)
     assert scene.settled().error is not None
     assert scene.world.existing_group.version == 1
     assert scene.world.run_until(lambda: bool(scene.trainer.catch_ups))

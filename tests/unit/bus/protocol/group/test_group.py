@@ -29,16 +29,18 @@ from bus.protocol.core.effects import Note
 from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
-    CallArm,
     CallCommit,
-    CallLoad,
-    CallOpenTransfer,
     CallPause,
-    CallReceive,
-    CallRestore,
     CallResume,
     CallSleep,
-    CallStart,
+)
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    LoadChunk,
+    Open,
+    ReceiveChunk,
+    Restore,
+    Start,
 )
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
@@ -381,7 +383,7 @@ def test_an_engine_lost_in_an_update_is_left_out(state: UpdateState) -> None:
 def test_an_update_goes_on_without_the_dp_group_of_a_rank_that_fails() -> None:
     """Both its ranks stand still, whoever of them failed, until a whole update frees them."""
     scene = Scene(2, 1)
-    scene.engine("e0").behaviour.fail_next.add(CallLoad)
+    scene.engine("e0").behaviour.fail_next.add(LoadChunk)
     scene.update()
     outcome = scene.settled()
     assert outcome.version == 1
@@ -394,9 +396,9 @@ def test_an_update_goes_on_without_the_dp_group_of_a_rank_that_fails() -> None:
     assert scene.running() == {"e0", "e1", "e2"}
 
 
-@pytest.mark.parametrize("kind", [CallArm, CallStart])
+@pytest.mark.parametrize("kind", [ArmManifest, Start])
 def test_a_failure_before_the_first_chunk_gives_the_update_up_for_all(
-    kind: type[CallArm | CallStart],
+    kind: type[ArmManifest | Start],
 ) -> None:
     """Nothing is loaded anywhere, so all run on with the old version."""
     scene = Scene(1, 1)
@@ -431,7 +433,7 @@ def test_an_engine_that_comes_back_in_an_old_update_leaves_it_while_another_is_u
     scene.until(UpdateState.LOADING)
     scene.world.network.cut(stuck.route)
     assert scene.world.run_until(lambda: not scene.trainer.is_busy)
-    scene.engine("e0").behaviour.slow_ms[CallArm] = 3000.0
+    scene.engine("e0").behaviour.slow_ms[ArmManifest] = 3000.0
     scene.update(8)
     scene.until(UpdateState.ARMING)
     assert stuck.session.phase == "updating"
@@ -606,9 +608,9 @@ def test_a_resume_that_fails_is_tried_again() -> None:
     assert scene.running() == {"e0", "e1"}
 
 
-@pytest.mark.parametrize("kind", [CallArm, CallStart, CallReceive, CallLoad, CallPause])
+@pytest.mark.parametrize("kind", [ArmManifest, Start, ReceiveChunk, LoadChunk, CallPause])
 def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
-    kind: type[CallArm | CallStart | CallReceive | CallLoad | CallPause],
+    kind: type[ArmManifest | Start | ReceiveChunk | LoadChunk | CallPause],
 ) -> None:
     """The update goes on without it, or, of a pause, the trainer hears who and what. It is left
     out of the next one, and of the routes, until it answers."""
@@ -639,7 +641,7 @@ def test_a_step_ends_in_time_though_an_engine_lives_and_is_silent(
     assert (outcome.error, outcome.excluded) == (None, ("e1",))
     silent.release(kind)
     scene.rest()
-    assert silent.truth.running is (kind is not CallLoad)
+    assert silent.truth.running is (kind is not LoadChunk)
     scene.update(9)
     assert (scene.settled().error, scene.trainer.outcomes[-1].excluded) == (None, ())
     assert scene.world.run_until(lambda: len(group.routing.now.engines) == 2)
@@ -649,19 +651,19 @@ def test_an_engine_that_opens_no_transport_is_left_out_until_it_does() -> None:
     """An ABORT of it is answered when it is over."""
     scene = Scene(1, 1)
     silent, group = scene.engine("e1"), scene.world.existing_group
-    silent.behaviour.hold.add(CallOpenTransfer)
+    silent.behaviour.hold.add(Open)
     for payload, within_ms in ((7, scene.world.config.step_timeout_ms + 5000.0), (8, 5000.0)):
         scene.update(payload)
         assert scene.world.run_until(lambda: not scene.trainer.is_busy, within_ms=within_ms)
         assert scene.trainer.outcomes[-1].excluded == ("e1",)
         scene.world.run_for(3000.0)
         assert group.registry.unable() == {"e1"}
-    silent.release(CallOpenTransfer)
+    silent.release(Open)
     scene.update(9)
     assert scene.settled().excluded == ()
 
 
-@pytest.mark.parametrize("kind", [CallOpenTransfer, CallArm, CallSleep])
+@pytest.mark.parametrize("kind", [Open, ArmManifest, CallSleep])
 def test_who_has_answered_too_late_returns_though_the_answer_is_lost(kind: type[Call]) -> None:
     """It is asked for an ABORT until it answers; or its heartbeats show that the step is over."""
     scene = Scene(1, 1)
@@ -718,7 +720,7 @@ def test_a_start_that_does_not_wait_for_armed_is_refused() -> None:
     scene.trainer.run(scene.trainer.hasty(7))
     assert code_of(scene.settled()) is NackCode.WRONG_STATE
     for engine in scene.world.live_engines:
-        assert not [call for call in engine.calls if isinstance(call, CallStart)]
+        assert not [call for call in engine.calls if isinstance(call, Start)]
     assert scene.versions() == {"e0": 0, "e1": 0, "e2": 0}
     assert scene.running() == {"e0", "e1", "e2"}
     scene.update(8)
@@ -732,7 +734,7 @@ def test_an_engine_that_got_something_else_than_was_sent_falls_out_unloaded() ->
     scene.update()
     assert scene.settled().excluded == ("e1",)
     assert set(scene.engine("e1").truth.weights.values()) == {0}
-    assert CallRestore("model") in scene.engine("e1").calls
+    assert Restore("model") in scene.engine("e1").calls
     assert scene.versions() == {"e0": 1, "e1": 0}
     assert scene.running() == {"e0", "e1"}
 
@@ -769,9 +771,7 @@ def test_a_collective_is_made_anew_when_engines_came_or_went(how: str) -> None:
     outcome = scene.settled()
     assert (outcome.error, outcome.excluded) == (None, ())
     places = [
-        e.truth.transfer.assignment
-        for e in scene.world.live_engines
-        if e.truth.transfer is not None
+        e.truth.transfer.place for e in scene.world.live_engines if e.truth.transfer is not None
     ]
     assert sorted(place.rank for place in places) == list(
         range(1, len(scene.world.live_engines) + 1)
@@ -798,14 +798,14 @@ def test_a_pause_that_takes_too_long_is_told_and_recovered() -> None:
 def test_a_pause_whose_trainer_is_gone_is_not_the_next_trainers() -> None:
     """The old update is still being undone when a new trainer comes: all resume even so."""
     scene = Scene(1)
-    scene.engine("e0").behaviour.hold.add(CallRestore)
+    scene.engine("e0").behaviour.hold.add(Restore)
     scene.update()
     scene.until(UpdateState.LOADING)
     scene.trainer.leave()
     scene.trainer = scene.world.add_trainer("next")
     assert scene.world.run_until(lambda: scene.trainer.is_joined)
     assert scene.world.existing_group.update.state is UpdateState.ABORTING
-    scene.engine("e0").release(CallRestore)
+    scene.engine("e0").release(Restore)
     scene.rest()
     assert scene.running() == {"e0"}
 
@@ -886,14 +886,14 @@ def test_a_pause_lasts_as_long_as_its_trainer_lives() -> None:
 def test_an_engine_does_not_wait_longer_than_its_lease_for_another_that_is_undone() -> None:
     """The trainer is gone, and nobody renews: who has nothing to undo goes on."""
     scene = Scene(1, 1)
-    scene.engine("e0").behaviour.hold.add(CallRestore)
+    scene.engine("e0").behaviour.hold.add(Restore)
     scene.update()
-    scene.engine("e0").behaviour.hold.add(CallReceive)
+    scene.engine("e0").behaviour.hold.add(ReceiveChunk)
     scene.until(UpdateState.LOADING)
     scene.trainer.kill()
     assert scene.world.run_until(lambda: scene.running() == {"e1"}, within_ms=12_000.0)
     assert scene.engine("e1").lease_ran_out
-    scene.engine("e0").release(CallRestore)
+    scene.engine("e0").release(Restore)
     scene.rest()
     assert scene.running() == {"e0", "e1"}
 
@@ -943,7 +943,7 @@ def test_commands_asked_again_over_a_bad_network_are_done_once() -> None:
     assert scene.settled().version == 1
     kinds = Counter(type(call) for call in scene.engine("e0").calls)
     assert kinds[CallPause] == kinds[CallResume] == kinds[CallCommit] == 1
-    assert kinds[CallLoad] == 4
+    assert kinds[LoadChunk] == 4
     assert any(request.sent > 1 for request in scene.trainer.requests)
 
 
@@ -975,7 +975,7 @@ def test_waiting_for_more_engines_than_come_ends_in_time() -> None:
 def test_a_pause_that_is_recovered_frees_no_quarantined_dp_group() -> None:
     """Its whole rank stays paused with the one that holds a part."""
     scene = Scene(2, 1, 1)
-    scene.engine("e0").behaviour.fail_next.add(CallLoad)
+    scene.engine("e0").behaviour.fail_next.add(LoadChunk)
     scene.update()
     scene.rest()
     assert scene.running() == {"e2", "e3"}
@@ -1018,24 +1018,24 @@ def test_an_engine_whose_pause_failed_is_paused_again_and_resumed() -> None:
 def test_a_new_broker_resumes_no_rank_while_its_peer_gives_the_update_up() -> None:
     """It finds one restored and paused, and the other one in the middle of its restore."""
     scene = Scene(2)
-    scene.engine("e0").behaviour.hold.add(CallRestore)
+    scene.engine("e0").behaviour.hold.add(Restore)
     scene.update()
     scene.until(UpdateState.LOADING)
     scene.trainer.kill()
     scene.world.restart_broker()
     waits, restores = scene.engine("e1"), scene.engine("e0")
-    assert scene.world.run_until(lambda: isinstance(restores.running_call, CallRestore))
+    assert scene.world.run_until(lambda: isinstance(restores.running_call, Restore))
     assert scene.world.run_until(lambda: waits.session.phase == "paused")
     scene.world.run_for(2000.0)
     assert scene.running() == set()
-    restores.release(CallRestore)
+    restores.release(Restore)
     scene.rest()
     assert scene.running() == {"e0", "e1"}
 
 
 def test_a_manifest_that_is_being_checked_is_asked_again_by_its_digest() -> None:
     scene = Scene(1, 1)
-    scene.engine("e1").behaviour.hold.add(CallArm)
+    scene.engine("e1").behaviour.hold.add(ArmManifest)
     scene.update()
 
     def arms() -> list[Arm]:
@@ -1044,7 +1044,7 @@ def test_a_manifest_that_is_being_checked_is_asked_again_by_its_digest() -> None
     assert scene.world.run_until(lambda: len(arms()) >= 3, within_ms=10_000.0)
     assert [bool(arm.names) for arm in arms()] == [True] + [False] * (len(arms()) - 1)
     assert len({arm.digest for arm in arms()}) == 1
-    scene.engine("e1").release(CallArm)
+    scene.engine("e1").release(ArmManifest)
     assert scene.settled().version == 1
 
 
@@ -1073,7 +1073,7 @@ def test_an_opening_that_is_made_again_is_no_failure_of_an_update() -> None:
     """An engine leaves while a collective is opened, and comes back: the trainer opens another."""
     scene = Scene(1, 1)
     scene.trainer.collective = True
-    scene.engine("e1").behaviour.hold.add(CallOpenTransfer)
+    scene.engine("e1").behaviour.hold.add(Open)
     scene.update()
     scene.until(UpdateState.OPENING)
     group = scene.world.existing_group

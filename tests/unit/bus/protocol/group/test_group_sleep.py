@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bus.messages import NackCode, PauseLocal, Resume, Sleep, SleepLevel, Wake
-from bus.protocol.engine.calls import (
-    CallCommit,
-    CallLoad,
-    CallRestore,
-    CallResume,
-    CallSleep,
-    CallStart,
-    CallWakeWeights,
-)
+from bus.protocol.engine.calls import CallCommit, CallResume, CallSleep, CallWakeWeights
+from bus.protocol.engine.operations import LoadChunk, Restore, Start
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_manifest
@@ -190,7 +183,7 @@ def test_a_sleep_after_one_in_which_the_update_failed() -> None:
     """The same level or the other: what the last one left behind, the next takes over."""
     for level in (1, 2):
         scene = Scene(1, 1)
-        scene.engine("e1").behaviour.fail_next.add(CallLoad)
+        scene.engine("e1").behaviour.fail_next.add(LoadChunk)
         nap(scene, 2, payload=7)
         scene.settled()
         assert "e1" in scene.world.existing_group.registry.quarantined
@@ -219,8 +212,8 @@ def test_a_resume_that_comes_while_an_update_ends_follows_it(state: str) -> None
     """A trainer that was cancelled asks once; nobody is left paused."""
     scene = Scene(1, 1)
     if state == "aborting":
-        scene.engine("e1").behaviour.fail_next.add(CallStart)
-        scene.engine("e0").behaviour.slow_ms[CallRestore] = 500.0
+        scene.engine("e1").behaviour.fail_next.add(Start)
+        scene.engine("e0").behaviour.slow_ms[Restore] = 500.0
     else:
         scene.engine("e0").behaviour.slow_ms[CallCommit] = 500.0
     scene.update()

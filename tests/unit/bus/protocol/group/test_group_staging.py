@@ -14,15 +14,14 @@ from bus.messages import (
     TransferInit,
     UpdateStart,
 )
-from bus.protocol.engine.calls import (
-    CallArm,
-    CallFinish,
-    CallLoad,
-    CallPause,
-    CallReceive,
-    CallResume,
-    CallStart,
-    CallSwap,
+from bus.protocol.engine.calls import CallPause, CallResume
+from bus.protocol.engine.operations import (
+    ArmManifest,
+    Finish,
+    LoadChunk,
+    ReceiveChunk,
+    Start,
+    SwapStaged,
 )
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
@@ -109,7 +108,7 @@ def test_nobody_waits_long_for_a_silent_engine_that_has_an_update_to_undo() -> N
     assert (scene.settled().excluded, set(scene.versions().values())) == ((), {2})
 
 
-@pytest.mark.parametrize("kind", [CallStart, CallReceive, CallLoad, CallFinish])
+@pytest.mark.parametrize("kind", [Start, ReceiveChunk, LoadChunk, Finish])
 def test_a_step_that_fails_somewhere_changes_nothing_there(kind: type) -> None:
     """Without it, the others go on to the new version; it is behind, and catches up."""
     scene = staged(1, 2)
@@ -123,7 +122,7 @@ def test_a_step_that_fails_somewhere_changes_nothing_there(kind: type) -> None:
     outcome = scene.settled()
     assert scene.engine("e0").truth.version == 0
     assert not scene.engine("e0").session.update.partial
-    if kind is CallStart:  # nothing was sent yet: it is given up everywhere
+    if kind is Start:  # nothing was sent yet: it is given up everywhere
         assert code_of(outcome) is NackCode.ENGINE_FAILED
         assert set(scene.versions().values()) == {0}
     else:
@@ -140,13 +139,13 @@ def test_a_step_that_fails_somewhere_changes_nothing_there(kind: type) -> None:
 def test_a_rank_that_can_not_swap_keeps_its_peers_from_it() -> None:
     """It vetoes, and all ranks of its DP group stay at the old version; others commit."""
     scene = staged(1, 2)
-    scene.engine("e2").behaviour.fail_next.add(CallSwap)
+    scene.engine("e2").behaviour.fail_next.add(SwapStaged)
     scene.update()
     outcome = scene.settled()
     assert set(outcome.excluded) == {"e1", "e2"}
     assert scene.versions() == {"e0": 1, "e1": 0, "e2": 0}
     alone = staged(2)
-    alone.engine("e1").behaviour.fail_next.add(CallSwap)
+    alone.engine("e1").behaviour.fail_next.add(SwapStaged)
     alone.update()
     assert code_of(alone.settled()) is NackCode.CALLED_OFF
     assert alone.versions() == {"e0": 0, "e1": 0}
@@ -160,7 +159,7 @@ def test_a_commit_that_reaches_one_rank_alone_commits_nobody() -> None:
     scene.until(UpdateState.FINISHED)
     scene.world.network.cut(scene.engine("e1").route, up=False, down=True)
     scene.until(UpdateState.COMMITTING)
-    assert scene.world.run_until(lambda: isinstance(scene.engine("e0").running_call, CallSwap))
+    assert scene.world.run_until(lambda: isinstance(scene.engine("e0").running_call, SwapStaged))
     scene.world.kill_broker()
     scene.world.run_for(5_000.0)
     assert scene.engine("e0").truth.running
@@ -220,7 +219,7 @@ def test_in_a_pause_nothing_is_staged() -> None:
     scene.trainer.run(scene.trainer.ask(make_arm("u1", manifest, staging=STAGING)))
     assert scene.world.run_until(lambda: bool(told))
     assert told[0].why_paused == "the group is paused"
-    armed = [call for call in scene.engine("e0").calls if isinstance(call, CallArm)]
+    armed = [call for call in scene.engine("e0").calls if isinstance(call, ArmManifest)]
     assert [call.staging for call in armed] == [None]
     assert scene.refused(UpdateStart("u1", staged=True)) is NackCode.STAGING_REFUSED
 

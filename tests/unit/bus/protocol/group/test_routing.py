@@ -30,14 +30,8 @@ from bus.messages import (
 )
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.followed_routes import FollowedRoutes
-from bus.protocol.engine.calls import (
-    CallAdmit,
-    CallCommit,
-    CallLoad,
-    CallPause,
-    CallResume,
-    CallSwap,
-)
+from bus.protocol.engine.calls import CallAdmit, CallCommit, CallPause, CallResume
+from bus.protocol.engine.operations import LoadChunk, SwapStaged
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.routing import SETTLE_MS
 from bus.protocol.group.update import UpdateState
@@ -102,7 +96,7 @@ def test_who_fell_out_is_out_with_its_dp_group_until_a_whole_update() -> None:
     """The others serve the new version alone."""
     scene = Scene(2, 1)
     told = Told(scene.world)
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     scene.update()
     assert set(scene.settled().excluded) == {"e0", "e1"}
     assert told.all == [(0, "e0 e1 e2"), (0, "e2"), (1, "e2")]
@@ -120,7 +114,7 @@ def test_who_comes_back_is_routable_when_it_is_resumed(why: str) -> None:
     told = Told(scene.world)
     e1 = scene.engine("e1")
     if why == "quarantined":
-        e1.behaviour.fail_next.add(CallLoad)
+        e1.behaviour.fail_next.add(LoadChunk)
         scene.update()
         scene.settled()
     else:
@@ -278,12 +272,12 @@ def test_who_was_behind_and_stages_beside_a_pause_takes_requests_before_it_is_ro
     scene = Scene(1, 1)
     scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
     e0 = scene.engine("e0")
-    e0.behaviour.fail_next.add(CallLoad)
+    e0.behaviour.fail_next.add(LoadChunk)
     scene.update()
     assert scene.settled().excluded == ("e0",)
     assert scene.world.run_until(lambda: e0.truth.closed)
     scene.update(9)
-    assert scene.world.run_until(lambda: isinstance(e0.running_call, CallSwap))
+    assert scene.world.run_until(lambda: isinstance(e0.running_call, SwapStaged))
     scene.trainer.cancel()
     pause = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
     scene.trainer.run(scene.trainer.ask(pause))
@@ -706,7 +700,7 @@ def test_a_router_loses_an_engine_before_it_closes_or_sleeps() -> None:
     router = SimRouter(scene.world, slow_ms=200.0)
     e0 = scene.engine("e0")
     assert scene.world.run_until(lambda: router.engines == {"e0", "e1"})
-    e0.behaviour.fail_next.add(CallLoad)
+    e0.behaviour.fail_next.add(LoadChunk)
     scene.update()
     assert scene.settled().excluded == ("e0",)
     assert e0.truth.closed
@@ -714,7 +708,7 @@ def test_a_router_loses_an_engine_before_it_closes_or_sleeps() -> None:
     scene.settled()
     assert scene.world.run_until(lambda: router.engines == {"e0", "e1"})
     scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
-    e0.behaviour.fail_next.add(CallLoad)
+    e0.behaviour.fail_next.add(LoadChunk)
     scene.update(10)
     assert scene.settled().excluded == ("e0",)
     assert scene.world.run_until(lambda: e0.truth.closed)

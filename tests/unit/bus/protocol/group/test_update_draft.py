@@ -21,7 +21,8 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.engine.calls import CallAbortRequests, CallArm, CallLoad, CallRestore, CallStart
+from bus.protocol.engine.calls import CallAbortRequests
+from bus.protocol.engine.operations import ArmManifest, LoadChunk, Restore, Start
 from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import nack_in, only
@@ -86,8 +87,8 @@ def test_the_target_goes_with_the_calls() -> None:
     updates = Updates()
     assert updates.whole("draft").outcome == ""
     calls = updates.driver.calls
-    assert CallArm(MANIFEST, "draft") in calls
-    assert CallStart(recover=False, target="draft") in calls
+    assert ArmManifest(MANIFEST, "draft", digest=MANIFEST.digest()) in calls
+    assert Start(recover=False, target="draft") in calls
     assert updates.driver.session.version == 4
 
 
@@ -102,7 +103,7 @@ def test_a_draft_is_refused_where_there_is_none() -> None:
     assert "speculative_config" in nack.hint
     assert driver.calls == calls
     driver.command(replace(make_arm("u1", MANIFEST, version=4), after=driver.session.version))
-    assert driver.calls[-1] == CallArm(MANIFEST, "model")
+    assert driver.calls[-1] == ArmManifest(MANIFEST, "model", digest=MANIFEST.digest())
 
 
 @pytest.mark.parametrize("target", BOTH)
@@ -114,12 +115,12 @@ def test_a_part_is_mended_by_a_whole_of_the_same_target(target: Target) -> None:
     assert driver.session.phase == "quarantined"
     committed = updates.whole(OTHER[target])
     assert (committed.step, committed.outcome) == (Step.COMMIT, "partial")
-    assert CallStart(recover=True, target=OTHER[target]) in driver.calls
+    assert Start(recover=True, target=OTHER[target]) in driver.calls
     assert driver.session.version == updates.version
     assert driver.session.phase == "quarantined"
     assert nack_in(driver.command(Resume("u1"))).code is NackCode.WRONG_STATE
     assert updates.whole(target).outcome == ""
-    assert CallStart(recover=True, target=target) in driver.calls
+    assert Start(recover=True, target=target) in driver.calls
     assert driver.session.phase == "paused"
     driver.command(Resume("u1"))
     driver.returned()
@@ -141,11 +142,11 @@ def test_one_that_loaded_nothing_is_restored_whatever_else_is_partial(partial: T
     updates = Updates()
     updates.break_off(partial)
     assert updates.break_off(OTHER[partial], chunks=0).outcome == "partial"
-    assert updates.driver.calls[-1] == CallRestore(OTHER[partial])
+    assert updates.driver.calls[-1] == Restore(OTHER[partial])
     assert updates.driver.session.update.partial == {partial}
     calls = list(updates.driver.calls)
     updates.break_off(partial, chunks=0)
-    assert not any(isinstance(c, CallRestore) for c in updates.driver.calls[len(calls) :])
+    assert not any(isinstance(c, Restore) for c in updates.driver.calls[len(calls) :])
     assert updates.whole(partial).outcome == ""
 
 
@@ -212,13 +213,13 @@ def test_engines_without_a_draft_are_named() -> None:
     assert isinstance(outcome.error, Refused)
     assert outcome.error.nack.peer in ("e0", "e1")
     assert scene.running() == {"e0", "e1"}
-    assert not any(isinstance(c, CallArm) for e in scene.world.live_engines for c in e.calls)
+    assert not any(isinstance(c, ArmManifest) for e in scene.world.live_engines for c in e.calls)
 
 
 def test_a_part_of_a_draft_outlasts_the_models_updates() -> None:
     """Others serve on meanwhile, and whoever is left out is back after the draft's."""
     scene = Scene(1, 1, draft=True)
-    scene.engine("e1").behaviour.fail_next.add(CallLoad)
+    scene.engine("e1").behaviour.fail_next.add(LoadChunk)
     scene.update(7, "draft")
     assert scene.settled().excluded == ("e1",)
     assert CallAbortRequests() in scene.engine("e1").calls
@@ -236,7 +237,7 @@ def test_a_part_of_a_draft_outlasts_the_models_updates() -> None:
 def test_the_last_engine_of_a_group_waits_for_its_draft() -> None:
     """The model's update is committed, and there is nobody to resume."""
     scene = Scene(1, draft=True)
-    scene.engine("e0").behaviour.fail_next.add(CallLoad)
+    scene.engine("e0").behaviour.fail_next.add(LoadChunk)
     scene.update(7, "draft")
     scene.settled()
     scene.update(8)

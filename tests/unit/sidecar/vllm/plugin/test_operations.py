@@ -8,10 +8,13 @@ import json
 import msgspec
 import pytest
 
+from bus.manifest import Manifest
 from bus.messages import NackCode, Staging
 from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm.plugin import operations
 
+MANIFEST = Manifest(("a",), ("float32",), ((2, 3),), (1,), (4,))
+STAGING = Staging(True, 1, keep=False, clear_cache=True)
 FAILURE = operations.WorkerFailure(
     NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half ü', "a.b.weight"
 )
@@ -21,20 +24,20 @@ FAILURE = operations.WorkerFailure(
     "operation",
     [
         operations.Hello(1),
-        operations.Open("gloo", b"\x00\xff", 1 << 62, 9, 3),
+        operations.Open("o1", "gloo", b"\x00\xff", 1 << 62, 9, 3),
         operations.VerifyChunk(3, "full", (0, (1 << 64) - 1)),
-        operations.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "draft", (4,)),
+        operations.ArmManifest(MANIFEST, "draft", digest="d" * 64),
         operations.Start("draft", True),
-        operations.ReceiveChunk(3, "shm", b"\x80"),
+        operations.ReceiveChunk(3, "shm", b"\x80", "u1"),
         operations.LoadChunk(3, "sample", (0, (1 << 64) - 1)),
         operations.Restore("draft"),
         operations.Finish(),
-        operations.LoadAdapter(3, "off", ()),
+        operations.SwapStaged(4, clear_cache=True),
         operations.UndoAdapter(settled=True),
         operations.SettleAdapter(),
     ],
 )
-def test_operations_survive_json(operation: operations.Operation) -> None:
+def test_operations_survive_json(operation: operations.WorkerOperation) -> None:
     """The text crosses JSON over HTTP, and MessagePack in process."""
     assert operations.decode(json.loads(json.dumps(operations.encode(operation)))) == operation
 
@@ -52,6 +55,7 @@ def _packed(content: object) -> str:
         _packed({"type": "start", "target": "model", "recover": 1}),
         _packed({"type": "start", "target": "model", "recover": True, "more": 1}),
         _packed({"type": "start", "target": "moodel", "recover": True}),
+        _packed({"type": "arm", "manifest": {"names": "a"}}),
         _packed({"type": "hello"}),
         _packed({"type": "open", "backend": "s" * 300, "params": b""}),
         _packed({"type": "load", "seq": 0, "verify": "half", "sums": []}),
@@ -111,16 +115,16 @@ def test_long_failures_are_clipped() -> None:
     "said",
     [
         operations.Greet(),
-        operations.Rearm("d" * 64, Staging(True, 1, keep=False, clear_cache=True)),
-        operations.Open("gloo", b"\x00\xff", 1 << 62, 9, 3),
-        operations.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "model", ()),
-        operations.StartStaging(),
-        operations.ReceiveChunk(3, "nccl", b"\x80"),
-        operations.Stage((operations.SentChunk(3, "full", (0, (1 << 64) - 1)),)),
-        operations.Seal(),
+        operations.ArmManifest(None, "model", STAGING, digest="d" * 64),
+        operations.Open("o1", "gloo", b"\x00\xff", 1 << 62, 9, 3),
+        operations.ArmManifest(MANIFEST),
+        operations.Start(staged=True),
+        operations.ReceiveChunk(3, "nccl", b"\x80", staged=True),
+        operations.Stage((operations.LoadChunk(3, "full", (0, (1 << 64) - 1), staged=True),)),
+        operations.Finish(staged=True),
     ],
 )
-def test_what_a_lane_is_asked_survives_its_way(said: operations.Operation) -> None:
+def test_what_a_lane_is_asked_survives_its_way(said: operations.WorkerOperation) -> None:
     assert operations.unpack(operations.pack(said)) == said
 
 
@@ -136,7 +140,7 @@ def test_so_does_what_it_answers(said: operations.Answer) -> None:
     [
         b"",
         msgspec.msgpack.encode({"type": "unheard of"}),
-        msgspec.msgpack.encode({"type": "seal", "more": 1}),
+        msgspec.msgpack.encode({"type": "finish", "more": 1}),
         msgspec.msgpack.encode({"type": "stage", "chunks": [3]}),
     ],
 )

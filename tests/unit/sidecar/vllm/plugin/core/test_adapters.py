@@ -26,9 +26,9 @@ class Core:
         requests = {str(number): request(name) for number, name in enumerate(names)}
         self.scheduler = SimpleNamespace(requests=requests)
         self.held: tuple[str, ...] | None = held
-        self.carried_out: list[operations.Operation] = []
+        self.carried_out: list[operations.WorkerOperation] = []
 
-    def call(self, operation: operations.Operation) -> None:
+    def call(self, operation: operations.WorkerOperation) -> None:
         kwargs = {"operation": operations.encode(operation)}
         adapters.collective_rpc(Core._original, self, operations.PERFORM, None, (), kwargs)
 
@@ -38,15 +38,17 @@ class Core:
 
 
 @pytest.mark.parametrize("operation", [operations.SettleAdapter(), operations.DropAdapters()])
-def test_workers_are_told_which_adapters_are_in_use(operation: operations.Operation) -> None:
+def test_workers_are_told_which_adapters_are_in_use(
+    operation: operations.SettleAdapter | operations.DropAdapters,
+) -> None:
     core = Core("b", "", "a", "b")
     core.call(operation)
-    assert core.carried_out == [type(operation)(in_use=("a", "b"))]  # type: ignore[call-arg]
+    assert core.carried_out == [type(operation)(in_use=("a", "b"))]
 
 
 def test_all_else_reaches_workers_as_it_came() -> None:
     core = Core("a")
-    large = operations.Open("lora:" + "x" * 128, b"x" * 4096, 0, 0, 0)
+    large = operations.Open("o1", "lora:" + "x" * 128, b"x" * 4096)
     for each in (operations.UndoAdapter(settled=True), large):
         core.call(each)
     assert core.carried_out == [operations.UndoAdapter(settled=True), large]

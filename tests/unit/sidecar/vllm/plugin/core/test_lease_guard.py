@@ -277,16 +277,17 @@ def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core
 
 
 UPDATES = [
-    wire.Start("model", recover=False),
+    wire.Start("model"),
     wire.ReceiveChunk(0, "shm", b""),
-    wire.LoadChunk(0, "off", ()),
-    wire.LoadAdapter(0, "off", ()),
+    wire.LoadChunk(0),
     wire.Finish(),
 ]
 
 
 @pytest.mark.parametrize("operation", UPDATES, ids=lambda each: type(each).__name__)
-def test_a_hold_that_is_void_lets_no_update_through(module: Any, operation: wire.Operation) -> None:
+def test_a_hold_that_is_void_lets_no_update_through(
+    module: Any, operation: wire.WorkerOperation
+) -> None:
     """Of a sidecar that was stopped, say; with a new hold it may again."""
     core = module.EngineCoreProc()
     watch = lease_guard._watches.of(core)

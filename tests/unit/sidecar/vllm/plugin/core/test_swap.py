@@ -42,8 +42,15 @@ def module(bare: Any) -> Any:
 
 
 def swap(core: Any, version: int = 5, *, clear_cache: bool = False) -> Any:
-    kwargs = {"version": version, "check": "all?", "operation": "op", "clear_cache": clear_cache}
-    return core.collective_rpc(SWAP, None, (), kwargs)
+    operation = operations.encode(operations.SwapStaged(version, clear_cache))
+    return core.collective_rpc(SWAP, None, (), {"operation": operation})
+
+
+def performed(operation: operations.WorkerOperation) -> tuple[str, dict[str, str]]:
+    return PERFORM, {"operation": operations.encode(operation)}
+
+
+CHECK = performed(operations.CheckReady())
 
 
 def label(core: Any) -> str:
@@ -99,13 +106,13 @@ def test_alone_it_swaps_at_once(module: Any) -> None:
     """The workers are asked where the core asks them for steps; what comes is of the version."""
     core = module.EngineCoreProc()
     assert swap(core) == [False]
-    assert core.calls == [(PERFORM, {"operation": "all?"}), (PERFORM, {"operation": "op"})]
+    assert core.calls == [CHECK, performed(operations.SwapStaged(5))]
     assert (core.get_weight_version(), label(core), core.resets) == ("5", "5", 0)
     assert core.collective_rpc(CALL_OFF) == [False]
     core.calls.clear()
     swap(core, 6, clear_cache=True)
-    check, op = ((PERFORM, {"operation": each}) for each in ("all?", "op"))
-    assert core.calls == [check, ("reset_prefix_cache", None), op]
+    op = performed(operations.SwapStaged(6, clear_cache=True))
+    assert core.calls == [CHECK, ("reset_prefix_cache", None), op]
 
 
 def test_steps_on_their_way_are_of_the_version_before(module: Any) -> None:
@@ -207,7 +214,7 @@ def test_a_second_one_does_not_take_its_place(module: Any, monkeypatch: pytest.M
     swap(zero)
     with pytest.raises(core_swap.SwapRefused):
         swap(zero, 6)
-    assert zero.wavebus_ready.version == 5
+    assert zero.wavebus_ready.operation.version == 5
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -278,7 +285,7 @@ def test_a_connector_that_no_salt_keeps_apart_must_be_cleared(
     with pytest.raises(core_swap.SwapRefused) as cant:
         swap(core, clear_cache=True)
     assert refused(cant.value) is NackCode.CALLED_OFF
-    assert (PERFORM, {"operation": "op"}) not in core.calls
+    assert performed(operations.SwapStaged(5, clear_cache=True)) not in core.calls
     assert core.get_weight_version() == "default"
     example.says = True
     swap(core, clear_cache=True)

@@ -34,14 +34,14 @@ class Worker:
     """
 
     def __init__(self, *, waits_for: int = -1, fails_at: int = -1) -> None:
-        self.told: list[operations.Operation] = []
+        self.told: list[operations.WorkerOperation] = []
         self.began = threading.Event()
         self.came = threading.Event()
         self.interrupted = False
         self.channel = StagingChannelServer(self._carry_out, self._interrupt)
         self._waits_for, self._fails_at = waits_for, fails_at
 
-    def _carry_out(self, operation: operations.Operation) -> operations.Done:
+    def _carry_out(self, operation: operations.WorkerOperation) -> operations.Done:
         if isinstance(operation, operations.Greet):
             return operations.Done()
         seq = operation.chunks[0].seq if isinstance(operation, operations.Stage) else -2
@@ -70,7 +70,7 @@ def workers() -> Iterator[list[Worker]]:
 
 
 def stage(seq: int) -> operations.Stage:
-    return operations.Stage((operations.SentChunk(seq, "off", ()),))
+    return operations.Stage((operations.LoadChunk(seq, staged=True),))
 
 
 async def reached(*workers: Worker) -> StagingChannels:
@@ -89,12 +89,12 @@ def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> Non
             answers = await channels.perform(stage(seq))
             assert answers == [operations.Done(in_place=seq == 0)] * 2
             assert [len(worker.told) for worker in workers] == [seq + 1] * 2
-        await channels.perform(operations.Seal())
+        await channels.perform(operations.Finish(staged=True))
         channels.close()
 
     asyncio.run(scenario())
     for worker in workers:
-        assert worker.told == [stage(0), stage(1), stage(2), operations.Seal()]
+        assert worker.told == [stage(0), stage(1), stage(2), operations.Finish(staged=True)]
 
 
 def test_a_failure_keeps_its_code_and_its_tensor_and_the_lane(workers: list[Worker]) -> None:
@@ -156,7 +156,7 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
 
     async def scenario() -> None:
         channels = await reached(worker)
-        opening = asyncio.create_task(channels.perform(Open("gloo", b"", 1, 2, 1)))
+        opening = asyncio.create_task(channels.perform(Open("o1", "gloo", b"", 1, 2, 1)))
         assert await asyncio.to_thread(worker.began.wait, LIMIT_S)
         with worker.channel.preempted():
             assert not worker.interrupted

@@ -299,7 +299,7 @@ def test_nobody_uses_the_communicator_beside_a_drain() -> None:
         channels = StagingChannels()
         await channels.open([channel.name])
         draining = asyncio.create_task(
-            channels.perform(operations.Drain("vllm:nccl", b"", 600_000))
+            channels.perform(operations.Drain("d1", "vllm:nccl", b"", 600_000))
         )
         await asyncio.to_thread(engine.waits.wait)
         assert engine.users == 1
