@@ -157,7 +157,10 @@ _SEAMS: Final = (
         ("lockstep_core_status", "lockstep_pause_lease"),
         process="core",
         needs=("core status",),
-        sets=((LOCKSTEP_CORE, "wavebus_shows_barriers", True),),
+        sets=(
+            (LOCKSTEP_CORE, "wavebus_resumes", 0),
+            (LOCKSTEP_CORE, "wavebus_resuming", False),
+        ),
         wraps=wraps(
             "core.status",
             (f"{LOCKSTEP_CORE}.execute_dummy_batch", "self", "dummy_batch"),

@@ -297,9 +297,13 @@ def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) ->
     other ranks of the DP group. This function returns what it returns.
     """
     watch.enter("barrier")
+    core.wavebus_resuming = True
     try:
-        return original(core)
+        result = original(core)
+        core.wavebus_resumes += 1
+        return result
     finally:
+        core.wavebus_resuming = False
         watch.count(core)
         watch.enter("work")
 
