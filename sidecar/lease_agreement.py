@@ -34,13 +34,15 @@ Invariants:
   ``void``. If ``ended`` was written first, the rank acts on the decision, whatever its new lease
   says. So all ranks act, or none.
 - A rank that has resumed since its vote has done what was decided: a resume is one of all ranks.
+  So votes count together only if the ranks have resumed equally often before; else the round is
+  void.
 - A sidecar that restarts writes a new lease. That takes the vote back, and the rank votes again
   when the new lease is over.
 - A rank whose pause can't complete, because a peer rank was never asked to pause, marks the round
   as ``stuck``. A running rank that finds the mark pauses, too, and votes without a version.
 
-Only the core's thread leaves HELD and DECIDED, except for a rank in a resume, whose thread is
-blocked. Only the thread that calls :meth:`RankLease.exchange` uses the store, and leaves VOTED. So
+Only the core's thread leaves HELD and DECIDED, except in a rank that waits in a resume, whose
+thread is blocked. Only the thread that calls :meth:`RankLease.exchange` uses the store, and leaves VOTED. So
 a store that does not answer never blocks a core.
 """
 
@@ -58,7 +60,7 @@ from bus.protocol.core.state_table import StateMachine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.shared_pages.pause_lease import OutcomeState, PauseLease, PauseLeasePage
+    from sidecar.shared_pages.pause_lease import LeaseOutcome, OutcomeState, PauseLease
 
 _KEYS: Final = "wavebus/lease/"
 _ENDED: Final = b"ended"
@@ -84,10 +86,17 @@ class Store(Protocol):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """One rank's vote. ``version``: of its weights; None fits every version."""
+    """One rank's vote.
+
+    Attributes:
+        whole: whether the rank's weights are complete.
+        version: the version of its weights; None fits every version.
+        resumes: how often the rank had resumed before this vote.
+    """
 
     whole: bool
     version: int | None = None
+    resumes: int = 0
 
 
 class AgreementState(StrEnum):
@@ -169,8 +178,10 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         votes = self._votes()
         missing = [f"rank {rank}" for rank, vote in votes.items() if vote is None]
         self.waits_for = ", ".join(missing)
-        if self._store.check([self._key("end")]) or not missing:
-            self._end(_ENDED)
+        if missing and not self._store.check([self._key("end")]):
+            return
+        resumes = {vote.resumes for vote in votes.values() if vote is not None}
+        self._end(_ENDED if len(resumes) == 1 else _VOID)
 
     def _end(self, end: bytes) -> None:
         """Ends the round; the first rank to do so decides how."""
@@ -217,6 +228,19 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
 
     def _key(self, name: str) -> str:
         return f"{_KEYS}{self._round}/{name}"
+
+
+class LeaseRecord(Protocol):
+    """What a rank reads and writes of its lease page."""
+
+    def lease(self) -> PauseLease | None:
+        """Returns the sidecar's lease."""
+
+    def outcome(self) -> LeaseOutcome | None:
+        """Returns what the core last did because a lease was over."""
+
+    def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
+        """Writes what the core does because a lease is over."""
 
 
 class RankCore(Protocol):
@@ -267,7 +291,7 @@ class RankLease:
     def __init__(
         self,
         core: RankCore,
-        page: PauseLeasePage,
+        page: LeaseRecord,
         agreement: LeaseAgreement,
         log: Callable[[str, OutcomeState, str], None],
     ) -> None:
@@ -300,8 +324,10 @@ class RankLease:
         lease, agreement, core = self._page.lease(), self._agreement, self._core
         serial, resumes, resuming = self._voted
         with self._lock:
-            if core.is_resuming and agreement.state is _S.HELD and lease is not None:
-                self._vote(lease, whole=not lease.partial, resuming=True)
+            if core.is_resuming and agreement.state is _S.DECIDED and core.resumes != resumes:
+                agreement.finish()  # the rank has resumed since, and waits in a further resume
+            if core.is_resuming and agreement.state is _S.HELD:
+                self._vote(lease, whole=lease is None or not lease.partial, resuming=True)
                 serial, resumes, resuming = self._voted
         keeps = core.resumes == resumes and (
             core.is_resuming
@@ -342,7 +368,7 @@ class RankLease:
     def _vote(self, lease: PauseLease | None, *, whole: bool, resuming: bool = False) -> None:
         version = lease.version if lease is not None else None
         self._voted = (lease.serial if lease else 0, self._core.resumes, resuming)
-        self._agreement.vote(Vote(whole, version))
+        self._agreement.vote(Vote(whole, version, self._core.resumes))
 
     def _is_whole(self, lease: PauseLease | None) -> bool:
         if lease is None:
