@@ -42,8 +42,8 @@ Invariants:
   as ``stuck``. A running rank that finds the mark pauses, too, and votes without a version.
 
 Only the core's thread leaves HELD and DECIDED, except in a rank that waits in a resume, whose
-thread is blocked. Only the thread that calls :meth:`RankLease.exchange` uses the store, and leaves VOTED. So
-a store that does not answer never blocks a core.
+thread is blocked. Only the thread that calls :meth:`RankLease.exchange` uses the store, and leaves
+VOTED. So a store that does not answer never blocks a core.
 """
 
 from __future__ import annotations
