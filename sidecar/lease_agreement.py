@@ -17,7 +17,8 @@ final: the rank changes no weights and begins no other pause until the round has
 state    event     next     when
 ======== ========= ======== ====================================================================
 HELD     VOTE      VOTED    the lease is over, the pause is complete, what the update had begun
-                            is undone; or the rank waits for the others in a resume
+                            is undone; or the rank waits for the others in a resume; or another
+                            rank has voted, and this one stays without complete weights
 VOTED    VOID      HELD     the end is ``void``: some rank has taken its vote back
 VOTED    END       DECIDED  the end is ``ended``: every rank has voted
 DECIDED  DONE      HELD     the rank has done what was decided
@@ -133,6 +134,7 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         decision: in DECIDED: what all ranks do, and why.
         waits_for: the ranks without a vote in this round, in words; empty: none.
         is_stuck: whether some rank's pause waits for another rank, as of the last exchange.
+        is_called: whether some rank has voted in this round, as of the last exchange.
     """
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
@@ -143,7 +145,7 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         self._posted = self._marked = False
         self.decision: tuple[OutcomeState, str] = ("waiting", "")
         self.waits_for = ""
-        self.is_stuck = False
+        self.is_stuck = self.is_called = False
 
     def vote(self, vote: Vote) -> None:
         """Gives this rank's vote; it reaches the store with the next exchange."""
@@ -174,6 +176,7 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         if not self._posted:
             text = msgspec.json.encode(self._own).decode()
             self._store.set(self._key(f"vote/{self._rank}"), text)
+            self._store.set(self._key("called"), "")
             self._posted = True
         votes = self._votes()
         missing = [f"rank {rank}" for rank, vote in votes.items() if vote is None]
@@ -195,13 +198,14 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
 
     def _next_round(self) -> None:
         self._round += 1
-        self._posted = self._marked = self.is_stuck = False
+        self._posted = self._marked = self.is_stuck = self.is_called = False
 
     def _mark(self, *, stuck: bool) -> None:
         key = self._key("stuck")
         if stuck != self._marked:
             self._store.set(key, "stuck" if stuck else "")
             self._marked = stuck
+        self.is_called = self._store.check([self._key("called")])
         self.is_stuck = stuck or (self._store.check([key]) and self._store.get(key) == b"stuck")
 
     def _votes(self) -> dict[int, Vote | None]:
@@ -314,6 +318,7 @@ class RankLease:
         return (
             agreement.state is _S.DECIDED
             or agreement.is_stuck
+            or agreement.is_called
             or self._beside
             or self._stuck
             or (lease is not None and has_expired(lease))
@@ -332,7 +337,8 @@ class RankLease:
         keeps = core.resumes == resumes and (
             core.is_resuming
             if resuming
-            else (lease.serial if lease else 0) == serial and (lease is None or has_expired(lease))
+            else (lease.serial if lease else 0) == serial
+            and (lease is None or has_expired(lease) or _stays_partial(lease))
         )
         agreement.exchange(keeps=keeps, stuck=self._stuck and core.is_paused)
 
@@ -352,6 +358,10 @@ class RankLease:
                 self._write(lease, "resumed", "the engine is not paused")
             return
         if not (has_expired(lease) if lease is not None else self._beside):
+            lacks = lease is not None and _stays_partial(lease) and lease.serial != self._ended
+            with self._lock:
+                if lacks and agreement.is_called and core.is_complete and not self.is_void:
+                    self._vote(lease, whole=False)
             return
         if not core.is_complete:
             self._stuck = True
@@ -410,6 +420,11 @@ class RankLease:
             self._page.write_outcome(lease.serial, state, reason)
             if reason:
                 self._log(lease.pause_id, state, reason)
+
+
+def _stays_partial(lease: PauseLease) -> bool:
+    """Returns whether a rank lacks weights that no update is bringing, so that none may resume."""
+    return bool(lease.partial) and not lease.begun
 
 
 def has_expired(lease: PauseLease) -> bool:

@@ -376,7 +376,10 @@ def test_a_rank_that_waits_in_a_resume_votes(pair: list[Core]) -> None:
     assert zero.runs
 
 
-@pytest.mark.parametrize("other", [a_lease(partial=("model",)), a_lease(version=1)])
+@pytest.mark.parametrize(
+    "other",
+    [a_lease(partial=("model",)), a_lease(left_ms=60_000, partial=("draft",)), a_lease(version=1)],
+)
 def test_when_one_lacks_a_part_nobody_resumes(pair: list[Core], other: PauseLease) -> None:
     """Whole or not, they are quarantined as one; also when they serve different versions."""
     zero, one = pair
