@@ -24,6 +24,7 @@ from sidecar.vllm.plugin.core import (
     admission,
     dp_coordinator,
     kv_versions,
+    lease_guard,
     lockstep_fixes,
     pause,
     status,
@@ -33,13 +34,11 @@ from sidecar.vllm.plugin.loading import cpu
 from sidecar.vllm.plugin.vllm_calls import CALLED
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
-    CORE_MODULE,
     FEATURES,
     LOCKSTEP_CORE,
     LORA_MANAGER,
     PLAIN_CORE,
     PLUGIN,
-    REQUEST_TYPES,
     TRANSFER_PACKAGE,
     WORKER_MODULE,
 )
@@ -125,40 +124,6 @@ _METHODS: Final = Seam(
         (f"{WORKER_MODULE}:WorkerWrapperBase", "__str__", Ref(f"{PLUGIN}.worker_rpc:presence")),
     ),
 )
-_PAUSE_LEASE: Final = Seam(
-    "pause lease",
-    ("pause_lease", "lockstep_pause_lease"),
-    (
-        Takes(f"{PLAIN_CORE}._send_abort_outputs", "self, aborted_reqs"),
-        Takes(f"{PLAIN_CORE}.pause_scheduler", "self, mode, clear_cache"),
-        Takes(f"{PLAIN_CORE}.resume_scheduler", "self"),
-        Takes(f"{PLAIN_CORE}.has_work", "self"),
-        Has(REQUEST_TYPES, ("WAKEUP",)),
-        Has(f"{CORE_MODULE}:RequestStatus", ("FINISHED_ABORTED",)),
-    ),
-    process="core",
-    needs=("core status",),
-    sets=(
-        (PLAIN_CORE, "wavebus_wakeup", Ref(f"{REQUEST_TYPES}.WAKEUP")),
-        (PLAIN_CORE, "wavebus_aborted", Ref(f"{CORE_MODULE}:RequestStatus.FINISHED_ABORTED")),
-    ),
-    wraps=[
-        Wrap(target, parameters, f"{PLUGIN}.core.lease_guard:{function}")
-        for target, parameters, function in (
-            (f"{PLAIN_CORE}._process_input_queue", "self", "process_input_queue"),
-            (
-                f"{PLAIN_CORE}._handle_client_request",
-                "self, request_type, request",
-                "handle_client_request",
-            ),
-            (
-                f"{PLAIN_CORE}.collective_rpc",
-                "self, method, timeout, args, kwargs",
-                "collective_rpc",
-            ),
-        )
-    ],
-)
 _WAKE: Final = Seam(
     "wake",
     ("sleep",),
@@ -211,7 +176,7 @@ _SEAMS: Final = (
     _WORKER_ENGINES,
     status.STATUS,
     status.LOCKSTEP_STATUS,
-    _PAUSE_LEASE,
+    lease_guard.PAUSE_LEASE,
     lockstep_fixes.FIXES,
     admission.ADMISSION,
     admission.LOCKSTEP_ADMISSION,

@@ -1,0 +1,120 @@
+"""Two ranks on two hosts, here network namespaces, end a pause whose lease is over as one.
+
+The hosts share no network but one link, and each rank's page is its own. Needs root, for the
+namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sidecar.shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ADDRESSES = ("10.211.77.1", "10.211.77.2")
+LEASE_MS = 1000.0
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces, linked with each other alone."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command ip")
+    tag = uuid.uuid4().hex[:8]
+    names = [f"wavebus-{tag}-{rank}" for rank in range(2)]
+    links = [f"wb{tag}{rank}" for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+        there = ("peer", "name", links[1], "netns", names[1])
+        ip("link", "add", links[0], "netns", names[0], "type", "veth", *there)
+        for name, link, address in zip(names, links, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            for each in ("lo", link):
+                ip("-n", name, "link", "set", each, "up")
+        yield names
+
+
+@contextlib.contextmanager
+def rank(number: int, host: str, page: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process of one rank, on its host."""
+    module = ("-m", "tests.integration._lease_rank")
+    words = [str(number), ADDRESSES[0], ADDRESSES[number], str(page)]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", host, sys.executable, *module, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:  # closes its pipes
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines_until(process: subprocess.Popen[str], last: str) -> list[str]:
+    """What a rank says, up to this line."""
+    assert process.stdout is not None
+    found: list[str] = []
+    while last not in found:
+        line = process.stdout.readline()
+        assert line, f"the rank has ended after {found}"
+        found.append(line.strip())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sidecars", ["live", "one is dead"])
+def test_ranks_on_two_hosts_resume_once_and_together(
+    hosts: list[str], tmp_path: Path, sidecars: str
+) -> None:
+    """Trainer and broker are gone, so nobody renews: also if a sidecar is gone with them."""
+    folders = [tmp_path / str(number) for number in range(2)]
+    pages = [lease_path(folder / "core.page") for folder in folders]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(rank(number, host, pages[number]))
+            for number, host in enumerate(hosts)
+        ]
+        for each in ranks:
+            lines_until(each, "paused")
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        for number, path in enumerate(pages):
+            writer = dead.pid if sidecars == "one is dead" and number else os.getpid()
+            lease = PauseLease(
+                number + 1, "u1", deadline_ns(LEASE_MS), writer, "moe", 3, "", (), False, False
+            )
+            with PauseLeasePage.open(path) as page:
+                page.write_lease(lease)
+        said = [lines_until(each, "resumed 1") for each in ranks]
+        assert all("quarantined" not in line for each in said for line in each)
+        for path in pages:
+            with PauseLeasePage.open(path) as page:
+                end = page.outcome()
+                assert end is not None
+                assert end.state == "resumed"
+        for each in reversed(ranks):  # and no second time; rank 0 has the store
+            assert each.stdin is not None
+            each.stdin.close()
+            assert each.stdout is not None
+            assert "resumed 2" not in each.stdout.read()
