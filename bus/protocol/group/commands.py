@@ -218,20 +218,16 @@ class Commands:
     def _pause(self, msg_id: int, message: m.PauseLocal, now_ms: float) -> list[Action]:
         pause = self._state.pause
         if pause.state is not PauseState.RUNNING:
-            waiting = sorted(pause.barrier.waiting)[:8] if pause.barrier else []
+            waiting = ", ".join(sorted(pause.barrier.waiting)[:8]) if pause.barrier else ""
+            waits = f", waiting for {waiting}" if waiting else ""
             raise wrong_state(
-                f"the group is {pause.state.value} (update {pause.update_id})"
-                + (f", waiting for {', '.join(waiting)}" if waiting else ""),
+                f"the group is {pause.state.value} (update {pause.update_id}){waits}",
                 hint="one pause at a time: RESUME it, or wait until it is recovered",
             )
         least_ms = self._state.config.min_lease_ms
         if message.lease_ms < least_ms:
-            raise decline(
-                m.NackCode.MALFORMED,
-                f"{message.lease_ms} ms is too short: a lost peer is noticed after a longer time",
-                field="lease_ms",
-                hint=f"at least {least_ms}",
-            )
+            text = f"{message.lease_ms} ms is less than the broker needs to notice a lost peer"
+            raise decline(m.NackCode.MALFORMED, text, field="lease_ms", hint=f"at least {least_ms}")
         members = self._members(message.scope)
         self._state.orphaned = False
         self._state.dp_groups.on_pause_asked(set(members.values()))
