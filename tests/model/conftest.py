@@ -1,4 +1,4 @@
-"""Logs of the machines are not what these tests read."""
+"""Logs of the machines are not what these tests read; routes settle as in large groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import bus.log
+from bus.protocol.group import routing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,3 +19,10 @@ def _quiet_logs() -> Iterator[None]:
     bus.log.configure(level="critical", json=True)
     yield
     bus.log._settings = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _routes_settle() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(routing, "SETTLES_ABOVE", 0)
+        yield

@@ -14,10 +14,11 @@ Routes are computed when something has changed that they depend on. What may be 
 
 - If nothing has been marked since the last time (:attr:`EngineRegistry.changes` and ``additions``,
   the version, the sleep, an abort), the routes are the same.
-- If only ``additions`` are marked, no engine may have to leave, and a new one may wait: routes are
-  computed at most once in :data:`SETTLE_MS`. The first addition after a while is not delayed; no
-  addition is delayed for longer. With a thousand engines that join at once, each would otherwise
-  compute and send the routes of all others.
+- If only ``additions`` are marked, no engine may have to leave, and a new one may wait: in a group
+  of more than :data:`SETTLES_ABOVE` engines, routes are computed at most once in
+  :data:`SETTLE_MS`. The first addition after a while is not delayed; no addition is delayed for
+  longer. With a thousand engines that join at once, each would otherwise compute and send the
+  routes of all others.
 - An engine that may have to leave is never held back: ``changes`` are computed at once.
 
 Watchers get the whole routes when they join, and then each change alone (ROUTES_CHANGE).
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 
 # How long an engine that becomes routable may wait for others, so that watchers get one change.
 SETTLE_MS: Final = 100.0
+# Groups of at most so many engines announce each addition at once.
+SETTLES_ABOVE: Final = 16
 
 
 @dataclass(slots=True)
@@ -115,7 +118,8 @@ class Routing:
         if inputs == self._seen and now_ms < self._settled_ms:
             return None
         self._seen, self.added = inputs, self._registry.additions
-        self._settled_ms = now_ms + SETTLE_MS
+        is_large = len(self._registry.engines) > SETTLES_ABOVE
+        self._settled_ms = now_ms + SETTLE_MS if is_large else 0.0
         self.computed += 1
         before = {route.engine: route for route in self.now.engines}
         routable = self._routable(version)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.messages import Heartbeat, Join, Message, Nack, Routes, RoutesTaken
+from bus.messages import Envelope, Heartbeat, Join, Message, Nack, Routes, RoutesTaken
 from bus.protocol.core.config import BrokerConfig
+from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.peer import PeerClient, route_of
@@ -32,13 +33,14 @@ class Watcher:
             scheduler=AsyncioScheduler(),
             join=lambda: Join("observer", "h", 1, None, None),
             beat=lambda: Heartbeat("running", 0, 0, ""),
-            on_message=lambda _envelope, message: self._on_message(message),
+            on_message=self._on_message,
         )
+        self._followed = FollowedRoutes(self.peer.send)
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
         assert not isinstance(message, Nack), message
-        if isinstance(message, Routes):
-            self.routes.put_nowait(message)
+        if routes := self._followed.receive(envelope, message):
+            self.routes.put_nowait(routes)
 
     def confirm(self, routes: Routes) -> None:
         self.peer.send(RoutesTaken("policy", routes.revision))

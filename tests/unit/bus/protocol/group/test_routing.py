@@ -32,6 +32,7 @@ from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.engine.calls import CallAdmit, CallCommit, CallPause, CallResume
 from bus.protocol.engine.operations import LoadChunk, SwapStaged
+from bus.protocol.group import routing
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.routing import SETTLE_MS
 from bus.protocol.group.update import UpdateState
@@ -400,8 +401,9 @@ def named(change: RoutesChange) -> tuple[list[str], list[str]]:
     return [route.engine for route in change.came], [*change.gone]
 
 
-def test_engines_that_join_together_are_one_change() -> None:
+def test_engines_that_join_together_are_one_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is told at once; the others within the time in which routes settle."""
+    monkeypatch.setattr(routing, "SETTLES_ABOVE", 0)
     bench = Bench()
     bench.say("w", WATCHER, group="")
     [first] = changes(bench.engine("e0"))
@@ -417,8 +419,11 @@ def test_engines_that_join_together_are_one_change() -> None:
 
 
 @pytest.mark.parametrize("how", ["leaves", "closes", "sleeps", "moves"])
-def test_an_engine_that_must_leave_is_not_held_back_by_those_that_wait(how: str) -> None:
+def test_an_engine_that_must_leave_is_not_held_back_by_those_that_wait(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They come with it; who has left again before never came."""
+    monkeypatch.setattr(routing, "SETTLES_ABOVE", 0)
     bench = Bench()
     bench.say("w", WATCHER, group="")
     for name in ("e0", "e1", "e2"):
@@ -440,6 +445,13 @@ def test_an_engine_that_must_leave_is_not_held_back_by_those_that_wait(how: str)
     bench.engine("e3")
     assert changes(bench.say("e3", Leave(""))) == []
     assert changes(bench.settle()) == []
+
+
+def test_a_small_group_announces_each_engine_at_once() -> None:
+    bench = Bench()
+    bench.say("w", WATCHER, group="")
+    came = [named(only_change) for n in range(16) for only_change in changes(bench.engine(f"e{n}"))]
+    assert came == [([f"e{n}"], []) for n in range(16)]
 
 
 def test_an_engine_that_joins_again_as_it_was_changes_nothing() -> None:
