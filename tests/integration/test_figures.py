@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus.protocol.engine.operations import Start
 from sidecar.shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.dp_engine import GroupEngine
+from tests.support.dp_engine import GroupEngine, begin
 from tests.support.dp_group import DpGroup, bounded, coordinated, steady
 from tests.support.push import Push
 from tests.support.steps import steps
@@ -50,7 +51,7 @@ def test_a_pause_in_one_phase_deadlocks(tmp_path: Path, checkpoint: Checkpoint) 
             push = Push(GroupEngine(group), new)
             await push.open()
             await steps(push.engine).arm(push.manifest)
-            started = [rank.begin("start_update", recover=False) for rank in group.ranks]
+            started = [begin(rank, Start()) for rank in group.ranks]
             await started[1]
             coordinator.start(0)
             await second.logged("start_dp_wave", told=0)

@@ -271,7 +271,7 @@ def test_a_pause_that_is_cancelled_is_completed_and_resumed() -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
-class Held(Sleeper):
+class Held(ByStep, Sleeper):
     """The call named ``held`` returns when it is let go."""
 
     def __init__(self, held: str) -> None:

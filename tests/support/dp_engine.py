@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bus.protocol.engine.operations import UpdateOperation
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
-    from tests.support.dp_group import DpGroup
+    from tests.support.dp_group import DpGroup, RankProcess
 
 
 class GroupEngine:
@@ -92,11 +92,7 @@ class GroupEngine:
         if isinstance(operation, Open):
             places = (operation.place.of_worker(index).rank for index in range(len(each)))
             each = [msgspec.structs.replace(operation, first_rank=rank) for rank in places]
-        texts = [_text(msgspec.msgpack.encode(one)) for one in each]
-        calls = [
-            rank.begin("perform", operation=text)
-            for rank, text in zip(self.group.ranks, texts, strict=True)
-        ]
+        calls = [begin(rank, one) for rank, one in zip(self.group.ranks, each, strict=True)]
         answers = await _agree(type(operation).__name__, calls)
         dones = [msgspec.convert(answer, Done) for answer in answers]
         rooms = [done.room for done in dones if done.room is not None]
@@ -143,5 +139,7 @@ async def _agree(do: str, calls: list[asyncio.Future[Any]]) -> list[Any]:
     return answers
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
+def begin(rank: RankProcess, operation: UpdateOperation) -> asyncio.Future[Any]:
+    """Begins an operation on one rank alone."""
+    packed = base64.b64encode(msgspec.msgpack.encode(operation))
+    return rank.begin("perform", operation=packed.decode())
