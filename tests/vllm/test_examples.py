@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 def test_asynchronous_grpo_learns_on_served_vllm(tmp_path: Path) -> None:
