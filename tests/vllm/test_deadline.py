@@ -205,17 +205,17 @@ def bus(attached: Attached) -> Iterator[Bus]:
 def test_a_core_that_is_stopped_gets_no_requests(attached: Attached, bus: Bus) -> None:
     """Also while it is idle, and no call of its sidecar waits for it."""
     sidecar = bus.sidecar()
-    bus.broker.wait_event("routes", engines=["e0"])
+    bus.broker.wait_event("routes", came=["e0"])
     [path] = attached.pages.glob("*.page")
     pid = CoreStatusReader(path).read().pid
     os.kill(pid, signal.SIGSTOP)
     try:
         assert sidecar.wait_event("core_frozen")["pid"] == pid
-        bus.broker.wait_event("routes", engines=[])
+        bus.broker.wait_event("routes", gone=["e0"])
     finally:
         os.kill(pid, signal.SIGCONT)
     sidecar.wait_event("core_runs")
-    bus.broker.wait_event("routes", engines=["e0"])
+    bus.broker.wait_event("routes", came=["e0"])
 
 
 def test_a_sidecar_killed_in_a_pause(bus: Bus, attached: Attached) -> None:
