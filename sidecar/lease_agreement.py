@@ -1,8 +1,8 @@
 """Lets the ranks of a DP group end a pause together, by votes in the group's own store.
 
-No engine uses this module yet: its model and a test with real stores and processes came first. Cores
-still read each other's lease pages (:mod:`sidecar.vllm.plugin.core.lease_guard`), and sidecars vote
-(:mod:`sidecar.peer_links`).
+No engine uses this module yet: its model, and a test with real stores and processes, came first.
+Cores still read each other's lease pages (:mod:`sidecar.vllm.plugin.core.lease_guard`), and
+sidecars vote (:mod:`sidecar.peer_links`).
 
 Sidecars renew the lease of a pause. Once a lease is over, the engine cores alone decide, because
 only they still act when sidecars, broker and trainer are gone. A rank must never resume alone: its
