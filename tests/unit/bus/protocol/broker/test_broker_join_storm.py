@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bus.messages import Heartbeat, Join, RoutesChange, WaitEngines, codec
 from bus.protocol.core.effects import Note, Send
+from bus.protocol.group.routing import SETTLES_ABOVE
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join
 from tests.unit.bus.protocol.broker.test_broker import Bench
 
@@ -101,7 +102,7 @@ def check(*, closed: bool) -> None:
         assert many[what] <= LIMIT * count, (what, count, many[what])
     names = [route.engine for change in storm.changes for route in change.came]
     assert sorted(names) == [f"engine-{index:04}" for index in range(MANY)]
-    assert len(storm.changes) <= 2 + 1000 / 100 + 2
+    assert len(storm.changes) <= SETTLES_ABOVE + 2 + 1000 / 100 + 2
 
 
 def test_a_join_costs_as_much_among_a_thousand_engines_as_among_64() -> None:

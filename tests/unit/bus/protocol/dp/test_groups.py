@@ -596,7 +596,7 @@ def test_all_ranks_anew_are_idle_with_their_gateways_wave(bench: Bench) -> None:
     bench.say("gw", gateway_join(wave=2))
     bench.rank("r1", 1)
     assert bench.view().state == "down"
-    assert notes(bench.rank("r0", 0)) == ["peer_joined", "dp_group_up"]
+    assert notes(bench.rank("r0", 0)) == ["peer_joined", "dp_group_up", "routes"]
     view = bench.view()
     assert (view.state, view.wave, view.ranks) == ("idle", 2, 2)
     assert (view.health, view.diagnosis) == ("unknown", "")
@@ -798,7 +798,7 @@ def test_a_diagnosis_needs_no_new_page(bench: Bench) -> None:
     bench.page("r0", "sync", 1_900.0)
     assert bench.view().health == "ok"
     bench.now_ms = 600.0
-    assert notes(bench.tick(600.0)) == ["dp_group_slow", "routes"]
+    assert notes(bench.tick(600.0)) == ["dp_group_slow"]
     for now_ms in (2_000.0, 4_000.0, 5_500.0):
         bench.now_ms = now_ms
         bench.all_say(("r0", "r1", "gw"), Heartbeat("running", 0, 0, ""))
@@ -810,7 +810,7 @@ def test_a_diagnosis_needs_no_new_page(bench: Bench) -> None:
 def test_without_pages_nothing_is_logged(bench: Bench) -> None:
     """An engine without one is no news."""
     bench.moe()
-    assert notes(bench.tick(600.0)) == ["routes"]
+    assert notes(bench.tick(600.0)) == []
     assert bench.view().health == "unknown"
 
 
