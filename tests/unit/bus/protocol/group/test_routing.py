@@ -410,6 +410,7 @@ def test_engines_that_join_together_are_one_change(monkeypatch: pytest.MonkeyPat
     for index in range(1, 5):
         bench.now_ms += 10.0
         assert changes(bench.engine(f"e{index}")) == []
+    assert bench.broker.groups["policy"].routing.due_ms == SETTLE_MS
     assert bench.broker.next_deadline_ms() <= SETTLE_MS
     assert changes(bench.broker.tick(SETTLE_MS - 1.0)) == []
     [rest] = changes(bench.broker.tick(SETTLE_MS))
