@@ -62,7 +62,7 @@ class BrokerPlan:
     curve_keys: Path | None = option(
         None,
         "A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
-        "on SIGHUP. Peers without a key of these can't connect.  [env: WAVEBUS_CURVE_KEYS]",
+        "on SIGHUP. Only peers with one of these keys can connect.  [env: WAVEBUS_CURVE_KEYS]",
         type=NamedPath(file_okay=False),
         envvar="WAVEBUS_CURVE_KEYS",
     )

@@ -90,7 +90,7 @@ class GroupState:
         self.ended: dict[str, str] = {}
         self.moved_ms = 0.0
         self.is_due_known = False
-        self.count_due_ms: float | None = None  # when to count again for WAIT_ENGINES; None: never
+        self.count_due_ms: float | None = None
         self._counted_ms = -SETTLE_MS
 
     @property
@@ -248,7 +248,7 @@ class GroupSteps(GroupState):
         self.sleep.on_committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):
-            reason = "only a part of an update is loaded in it of its other model"
+            reason = "only a part of an update of its other model is loaded in it"
             effects += self.quarantine(name, reason, self.update.update_id)
         return effects
 
