@@ -317,12 +317,9 @@ class Commands:
         """
         return catch_up.members(self._state.registry, scope, self._state.version)
 
-    def _communicator(self, members: Iterable[str]) -> Communicator:
-        return communicator(self._state.registry.engines[name] for name in members)
-
     def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
         """Returns these engines' communicator; declines if its number is no longer ``number``."""
-        made = self._communicator(members)
+        made = _communicator(self._state, members)
         if made.number != number:
             raise decline(
                 m.NackCode.TRANSFER_CLOSED,
@@ -433,8 +430,12 @@ def transfer_plan(state: GroupState, message: m.PlanTransfer) -> m.TransferPlan:
         Declined: see :func:`bus.protocol.group.catch_up.members`.
     """
     members = catch_up.members(state.registry, message.scope, state.version)
-    made = communicator(state.registry.engines[name] for name in members)
+    made = _communicator(state, members)
     return m.TransferPlan(made.number, made.world_size, made.first_ranks)
+
+
+def _communicator(state: GroupState, members: Iterable[str]) -> Communicator:
+    return communicator(state.registry.engines[name] for name in members)
 
 
 def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:

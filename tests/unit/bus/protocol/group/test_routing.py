@@ -469,13 +469,7 @@ def test_an_engine_that_joins_again_as_it_was_changes_nothing() -> None:
 def test_an_engine_that_joins_in_a_commit_waits_for_its_end_alone() -> None:
     """No timer runs for it before."""
     bench = Watched()
-    bench.trainer()
-    bench.loading()
-    for chunk in range(MANIFEST.chunks):
-        bench.begin(chunk)
-        bench.all_ack(Step.CHUNK, chunk=chunk)
-    bench.say("t", UpdateFinish("u1"))
-    bench.all_ack(Step.FINISH)
+    bench.finished()
     bench.settle()
     version = bench.broker.groups["policy"].update.version
     bench.say("t", Commit("u1", version, "", ()))
@@ -506,6 +500,16 @@ class Watched(Bench):
         """It has taken the routes that were told last."""
         revision = self.broker.groups["policy"].routing.now.revision
         return self.say(watcher, RoutesTaken("policy", revision), group="")
+
+    def finished(self) -> None:
+        """An update of both, up to its COMMIT."""
+        self.trainer()
+        self.loading()
+        for chunk in range(MANIFEST.chunks):
+            self.begin(chunk)
+            self.all_ack(Step.CHUNK, chunk=chunk)
+        self.say("t", UpdateFinish("u1"))
+        self.all_ack(Step.FINISH)
 
 
 WATCHER = Join("observer", "h", 1, None, None)
@@ -588,13 +592,7 @@ def test_a_revision_of_an_earlier_broker_confirms_nothing() -> None:
 def test_an_engine_that_leaves_in_a_commit_is_in_the_routes_until_that_is_over() -> None:
     """They do not change in a commit; so an engine that ended now would get requests."""
     bench = Watched()
-    bench.trainer()
-    bench.loading()
-    for chunk in range(MANIFEST.chunks):
-        bench.begin(chunk)
-        bench.all_ack(Step.CHUNK, chunk=chunk)
-    bench.say("t", UpdateFinish("u1"))
-    bench.all_ack(Step.FINISH)
+    bench.finished()
     version = bench.broker.groups["policy"].update.version
     bench.say("t", Commit("u1", version, "", ()))
     bench.ack("e0", Step.COMMIT)
