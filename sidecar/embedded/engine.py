@@ -313,10 +313,8 @@ class EmbeddedEngine:
             case Restore():
                 await self._call(updater.restore)
             case SwapStaged(version=version, clear_cache=clears):
-                check, take = (
-                    partial(updater.require_staged, version),
-                    partial(updater.swap, version),
-                )
+                check = partial(updater.require_staged, version)
+                take = partial(updater.swap, version)
                 await _answer(self._started().swap(check, take, clear_cache=clears))
                 return Done(in_flight=len(self._generations))
             case _:
