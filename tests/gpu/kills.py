@@ -457,7 +457,7 @@ def main() -> None:
             serving.stop()
             for pid in descendants(
                 os.getpid()
-            ):  # the trainers and clients of interrupted campaigns
+            ):  # of interrupted campaigns
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     sys.exit(not report(campaigns, options.json_out))
