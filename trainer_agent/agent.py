@@ -163,6 +163,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             link_config=link_config,
         )
         self._steps = Steps(self._connection, lease_ms=lease_ms or LEASE_MS, timeout_s=timeout_s)
+        self._connection.on_pause_ended = self._steps.window.on_no_engines
         make = functools.partial(make_sender, backend, buffers=buffers, device=self.device)
         self._transport = Transport(backend, make(packed=packed), self._steps, ports=ports)
         self._updates = Updates(self._steps, alone=ranks == 1, snapshot=self._snapshot)
