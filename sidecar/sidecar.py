@@ -60,7 +60,6 @@ from sidecar.supervised_tasks import SupervisedTasks
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
-    from types import TracebackType
 
     from bus.messages import PdRole
     from bus.protocol.engine.operations import ReceiveChunk, SwapStaged
@@ -223,12 +222,7 @@ class Sidecar:
             raise BusClosed("start() first, or use `async with`")
         return self._peer
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _kind: object, exc: BaseException | None, *_: object) -> None:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:

@@ -45,13 +45,12 @@ class PlanTransfer(Message):
 class TransferPlan(Message):
     """Broker to trainer or observer: the communicator that PLAN_TRANSFER asked for.
 
-    The trainer's sender is its rank 0; :class:`bus.protocol.group.engine_registry.Communicator`
-    says which ranks the workers have.
+    The trainer's sender is its rank 0.
 
     Attributes:
-        communicator: the communicator's number.
+        communicator: the communicator's number. It identifies these engines in this order.
         world_size: how many ranks it has, with the sender's.
-        first_ranks: the rank of each engine's first worker.
+        first_ranks: the rank of each engine's first worker. The engine's other workers follow it.
     """
 
     communicator: Count
