@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 6
+WIRE_VERSION: Final = 7
 # A larger frame is refused unread. 16 MiB hold the manifest of 100,000 tensors with names of 100
 # characters.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024

@@ -20,7 +20,7 @@ from typing import (
 import msgpack
 import msgspec
 
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, codec
+from bus.messages import WIRE_NAMES, WIRE_VERSION, Envelope, codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,18 +92,18 @@ class Fuzz:
         """This message, as it should be."""
         self._seq += 1
         kind, body = WIRE_NAMES[type(message)], codec.encode_body(message)
-        head = (WIRE_MAJOR, WIRE_MINOR, kind, self._seq, 0, self._name)
+        head = (WIRE_VERSION, kind, self._seq, 0, self._name)
         return codec.encode(Envelope(*head, self._boot, "policy", 1, self._seq, body))
 
     def _envelope(self, kind: str, body: msgspec.Raw) -> bytes:
         rng = self._random
         self._seq += 1
-        minor = WIRE_MINOR + rng.choice((0, 0, 0, 1, -1))
+        version = WIRE_VERSION + rng.choice((0, 0, 0, 0, 1))
         group = rng.choice(("policy", "", "g"))
         name, boot, epoch = self._name, self._boot, 1
         if rng.random() < 0.2:
             name, boot, epoch = "stranger", rng.choice(NUMBERS), rng.choice(NUMBERS)
-        head = (WIRE_MAJOR, minor, kind, self._seq, rng.choice(NUMBERS), name)
+        head = (version, kind, self._seq, rng.choice(NUMBERS), name)
         return codec.encode(Envelope(*head, boot, group, epoch, self._seq, body))
 
     def _message(self, cls: type[Any]) -> Any:

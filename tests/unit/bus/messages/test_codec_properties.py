@@ -19,9 +19,8 @@ from msgspec import Meta
 
 from bus.errors import DecodeError
 from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
     WIRE_NAMES,
+    WIRE_VERSION,
     Envelope,
     Message,
     NackCode,
@@ -99,7 +98,7 @@ def instances(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def envelopes(kind: str, body: msgspec.Raw) -> Envelope:
-    return Envelope(WIRE_MAJOR, WIRE_MINOR, kind, 1, 2, "peer", 3, "policy", 4, 5, body)
+    return Envelope(WIRE_VERSION, kind, 1, 2, "peer", 3, "policy", 4, 5, body)
 
 
 def encoded(message: Message) -> bytes:

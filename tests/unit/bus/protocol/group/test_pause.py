@@ -153,27 +153,6 @@ def test_who_has_not_answered_is_asked_for_the_one_phase_again() -> None:
     assert pause.retry() == [Ask(ASK_ONCE, ("e0", "e2"))]
 
 
-def test_an_older_sidecar_in_a_pause_of_one_phase_is_asked_for_the_second() -> None:
-    """It acks the first phase, each time that it is asked; it alone gets PAUSE_GLOBAL."""
-    pause = machine(PauseState.GLOBAL, ALONE)
-    pause.on_ack("e0", ack(Step.PAUSE_GLOBAL), 1.0)
-    for _ in range(2):
-        assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 2.0) == [Ask(PauseGlobal("u1"), ("e1",))]
-        assert pause.barrier is not None
-        assert pause.barrier.waiting == {"e1", "e2"}
-    before = snapshot(pause)
-    for name, update_id in (("e0", "u1"), ("e1", "u0"), ("stranger", "u1")):
-        assert pause.on_ack(name, ack(Step.PAUSE_LOCAL, update_id), 3.0) == []
-    assert snapshot(pause) == before
-    pause.on_ack("e1", ack(Step.PAUSE_GLOBAL), 4.0)
-    (done,) = pause.on_ack("e2", ack(Step.PAUSE_GLOBAL), 5.0)
-    assert isinstance(done, StepDone)
-    assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 6.0) == []
-    pause.resume(7.0)
-    assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 8.0) == []
-    assert pause.state is PauseState.RESUMING
-
-
 def test_a_pause_of_one_phase_and_one_of_two_follow_each_other() -> None:
     """Nothing of the first is left for the second."""
     pause = machine(PauseState.PAUSED, ALONE)
