@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import anyio
 
 from bus.errors import EngineError
-from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     NO_LIMITS,
     CanaryMode,
@@ -26,42 +25,15 @@ from bus.messages import (
     ProbeResult,
     RequestLimits,
     SleepLevel,
-    Staging,
     Target,
-    Verify,
 )
 from bus.protocol.engine.operations import Done, Drain, Extend, UpdateOperation
-from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
-from sidecar.shared_pages.core_status import CoreStatusView
-from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "CanaryMode",
-    "CoreStatusView",
-    "Done",
-    "Engine",
-    "EngineInfo",
-    "PauseLease",
-    "LeaseOutcome",
-    "AbandonedPause",
-    "Manifest",
-    "PauseMode",
-    "RankAssignment",
-    "ProbeResult",
-    "StagingCapacity",
-    "SleepLevel",
-    "Staging",
-    "Target",
-    "TensorMeta",
-    "UpdateOperation",
-    "Verify",
-    "answers_within",
-    "require_model",
-    "unsupported",
-]
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 # How long a booted engine may take to answer the calls of a starting sidecar.
 START_ANSWER_S: Final = 120.0
@@ -137,7 +109,7 @@ class EngineInfo:
             placed: the fields of :class:`bus.messages.EngineFacts` that come from the sidecar and
                 not from the adapter, such as ``dp_group``. They replace fields of the same name.
         """
-        names = {each.name for each in fields(EngineFacts)} - placed.keys()
+        names = {*EngineFacts.__struct_fields__} - placed.keys()
         found: dict[str, Any] = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name in names
         }

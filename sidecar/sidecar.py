@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import anyio
+from msgspec import structs
 
 from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
@@ -302,7 +303,7 @@ class Sidecar:
 
     def _beat(self) -> Heartbeat:
         closed = self.session.admission.closed or self._is_frozen or self._departure.begun
-        return replace(self.session.beat(), closed=closed)
+        return structs.replace(self.session.beat(), closed=closed)
 
     # -- events -----------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Encodes messages as frames, and decodes frames: typed, strict and bounded.
 
-msgspec decodes straight into the dataclasses of :mod:`bus.messages`, and checks types and bounds.
+msgspec decodes straight into the structs of :mod:`bus.messages`, and checks types and bounds.
 It accepts undeclared fields, duplicate fields, and missing fields that have a default. To find
 these, the decoder encodes the message again. If the bytes differ, msgpack's own bounded reader
 reads both, and their maps are compared: every field is required, once, and no other is accepted.
@@ -11,7 +11,6 @@ reason can be given.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import (
     TYPE_CHECKING,
@@ -78,12 +77,10 @@ def clip(message: M) -> M:
 
 
 def _clip(value: Any, hint: Any) -> Any:
-    is_struct = isinstance(value, msgspec.Struct)
-    if is_struct or dataclasses.is_dataclass(value):
+    if isinstance(value, msgspec.Struct):
         hints = get_type_hints(type(value), include_extras=True)
         cut = {name: _clip(getattr(value, name), inner) for name, inner in hints.items()}
-        replace: Any = msgspec.structs.replace if is_struct else dataclasses.replace
-        return replace(value, **cut)
+        return msgspec.structs.replace(value, **cut)
     bound = None
     if get_origin(hint) is Annotated:
         hint, *metas = get_args(hint)

@@ -13,8 +13,6 @@ from bus.messages.types import Count, Serial
 class Envelope(msgspec.Struct, frozen=True, gc=False):
     """The fields of every frame: sender, message id, epoch, and the encoded message.
 
-    A ``Struct``, because creating a frozen dataclass of eleven fields takes ten times as long.
-
     Attributes:
         wire_version: the sender's wire version; see :mod:`bus.messages.codec`.
         kind: the message's wire name, such as ``COMMIT``.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field
 
 from bus.messages.types import (
     NO_LIMITS,
@@ -29,8 +28,7 @@ from bus.messages.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineFacts(Struct, frozen=True):
     """An engine's properties, and its state when it joins (or joins again).
 
     Attributes:
@@ -88,8 +86,7 @@ class EngineFacts:
     kv_connectors: KvConnectors = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorFacts:
+class CoordinatorFacts(Struct, frozen=True):
     """A DP coordinator's DP group, and the state of its wave when it joins.
 
     Attributes:
@@ -107,8 +104,7 @@ class CoordinatorFacts:
     rank: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Join(Message):
+class Join(Message, frozen=True):
     """Peer to broker: a request to join the bus. The envelope names the peer and its group.
 
     Attributes:
@@ -126,8 +122,7 @@ class Join(Message):
     coordinator: CoordinatorFacts | None
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Broker to peer: the JOIN is accepted. The envelope carries the epoch that is granted.
 
     Attributes:
@@ -144,8 +139,7 @@ class Welcome(Message):
     run: ShortText = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Peer to broker: the peer is alive.
 
     Attributes:
@@ -165,8 +159,7 @@ class Heartbeat(Message):
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CoreStatus(Message):
+class CoreStatus(Message, frozen=True):
     """Engine to broker: the content of an engine core's status page.
 
     Attributes:
@@ -189,8 +182,7 @@ class CoreStatus(Message):
     untagged: Serial = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Restart(Message):
+class Restart(Message, frozen=True):
     """Broker to engines: the engine or its DP group is stuck and must restart.
 
     The sidecar ends the engine and itself, so that the supervisor restarts both. ``reason`` is the
@@ -200,8 +192,7 @@ class Restart(Message):
     reason: LongText
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatAck(Message):
+class HeartbeatAck(Message, frozen=True):
     """Broker to peer: the broker is alive. Answers a heartbeat.
 
     Attributes:
@@ -216,8 +207,7 @@ class HeartbeatAck(Message):
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRank:
+class PeerRank(Struct, frozen=True):
     """One rank of a DP group, as its peer ranks reach it.
 
     Attributes:
@@ -235,15 +225,13 @@ class PeerRank:
     boot: Serial = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRanks(Message):
+class PeerRanks(Message, frozen=True):
     """Broker to engine: all ranks of its DP group. Sent once the DP group is complete."""
 
     peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseVote(Message):
+class LeaseVote(Message, frozen=True):
     """Engine to its peer ranks: its position when a pause lease is over.
 
     Attributes:
@@ -263,8 +251,7 @@ class LeaseVote(Message):
     asks: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Peer to broker: the peer leaves the bus."""
 
     reason: LongText

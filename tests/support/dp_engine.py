@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bus.messages import ProbeResult
 from bus.protocol.engine.operations import Done, Open
-from sidecar.engine import EngineInfo, ProbeResult, require_model
+from sidecar.engine import EngineInfo, require_model
 
 if TYPE_CHECKING:
     from bus.messages import PauseMode, SleepLevel

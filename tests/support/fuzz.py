@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from enum import Enum
 from random import Random
@@ -125,7 +124,7 @@ class Fuzz:
             return {rng.choice(WORDS): rng.choice(NUMBERS)}
         if isinstance(hint, type) and issubclass(hint, Enum):
             return rng.choice(list(hint))
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
             return self._message(hint)
         simple: dict[Any, Any] = {
             int: rng.choice(NUMBERS),

@@ -7,8 +7,9 @@ changes the state machines, and returns actions for :class:`bus.protocol.group.g
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec.structs import replace
 
 from bus import messages as m
 from bus.lora import adapter_of

@@ -23,9 +23,10 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.core.ack_barrier import AckBarrier

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgpack
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import DecodeError
 from bus.messages import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import string
@@ -15,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from bus.errors import DecodeError
 from bus.messages import (
@@ -61,7 +60,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(values(key), values(value), max_size=4)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(list(hint))
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return instances(hint)
     simple: dict[Any, st.SearchStrategy[Any]] = {
         bool: st.booleans(),
@@ -154,7 +153,7 @@ def sample(cls: type[Message]) -> Message:
                 return {any_value(key): any_value(value)}
             if isinstance(hint, type) and issubclass(hint, Enum):
                 return next(iter(hint))
-            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
                 return build(hint)
             return {bool: True, float: 1.5, int: 3, str: "text", bytes: b"blob"}[hint]
 
@@ -260,6 +259,6 @@ def test_a_number_that_is_none_crosses_the_wire() -> None:
     """NaN equals nothing, so the round trip leaves it out; it is carried all the same."""
     status = sample(Status)
     assert isinstance(status, Status)
-    _, arrived = codec.decode(encoded(dataclasses.replace(status, uptime_s=math.nan)))
+    _, arrived = codec.decode(encoded(structs.replace(status, uptime_s=math.nan)))
     assert isinstance(arrived, Status)
     assert math.isnan(arrived.uptime_s)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from msgspec import structs
 
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.core.failures import Failure
@@ -19,7 +20,7 @@ MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
 VERSION = 7  # that the group serves
 ASK = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
 ALONE = {"e0": "e0", "e1": "e1", "e2": "e2"}  # engines without peer ranks
-ASK_ONCE = replace(ASK, one_phase=True)
+ASK_ONCE = structs.replace(ASK, one_phase=True)
 
 
 def machine(state: PauseState, members: dict[str, str] = MEMBERS) -> PauseMachine:
@@ -451,8 +452,8 @@ def test_a_refusal_of_one_pause_is_not_asked_again_in_the_next() -> None:
     pause.on_refused("e1", CANNOT, 2.0)
     all_ack(pause, Step.PAUSE_GLOBAL)
     all_ack(pause, Step.RESUME)
-    pause.ask(replace(ASK, update_id="u2"), MEMBERS, 9.0)
-    assert pause.retry() == [Ask(replace(ASK, update_id="u2"), ("e0", "e1", "e2"))]
+    pause.ask(structs.replace(ASK, update_id="u2"), MEMBERS, 9.0)
+    assert pause.retry() == [Ask(structs.replace(ASK, update_id="u2"), ("e0", "e1", "e2"))]
 
 
 def test_a_rank_that_refuses_to_resume_is_asked_to_resume_again() -> None:
