@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import anyio
@@ -20,6 +19,7 @@ from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
 from bus.keys import security
 from bus.messages import (
+    EngineFacts,
     Envelope,
     Heartbeat,
     HeartbeatAck,
@@ -158,7 +158,7 @@ class Sidecar:
         """
         try:
             info = await self.engine.start()
-            self.info = replace(info, endpoint=advertised(info.endpoint, self._advertise))
+            self.info = structs.replace(info, endpoint=advertised(info.endpoint, self._advertise))
             with answers_within(START_ANSWER_S, "the engine"):
                 version = await self.engine.version()
             self.session = EngineSession(
@@ -288,7 +288,8 @@ class Sidecar:
 
     def _join(self) -> Join:
         assert self.info is not None
-        facts = self.info.facts(
+        facts = EngineFacts(
+            **self.info.properties(),
             closed=self.session.admission.closed,
             run=self._client.link.run or f"{self._client.boot:x}",
             dp_group=self.dp_group,

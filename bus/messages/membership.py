@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
@@ -28,62 +28,75 @@ from bus.messages.types import (
 )
 
 
-class EngineFacts(Struct, frozen=True):
-    """An engine's properties, and its state when it joins (or joins again).
+class EngineProperties(Struct, frozen=True):
+    """An engine's properties, as its adapter reports them and every other record of it has them.
 
     Attributes:
         kind: the adapter: ``embedded``, ``vllm`` or ``vllm-http``.
         software: the engine's software behind the adapter, with its version.
         model: the name of the served model.
-        dp_group: the engine's DP group, in which it is rank ``dp_rank`` of ``dp_size``.
+        dp_rank, dp_size: its number in its DP group, and how many ranks that has.
         workers: how many worker processes (TP x PP) the engine has.
         backends: the transports over which the engine can receive weights.
         endpoint: the URL that takes requests; empty: none over the network.
         can_sleep: the engine was started with sleep support, so it can give memory back.
         draft: the engine has a draft model whose weights can be updated.
-        supervised: if the engine ends, its supervisor restarts it with all ranks of its DP group.
         canary: how a pause must treat requests while probes run; empty: the engine can't run
             probes.
-        version: the version that the engine serves.
-        phase: the engine's state.
-        update_id: the pause or update to which ``phase`` refers; empty: none.
-        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
-        closed: as in :class:`Heartbeat`.
         features: features that its vLLM lacks, with the reason; empty: all work.
         untested: a warning that wavebus was not tested with its vLLM version; empty: it was.
         dtype: the model's dtype, by torch's name (``bfloat16``); empty: unknown.
         limits: which requests the engine takes.
-        run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
-            it has joined any group.
-        pd_role: whether the engine only prefills, or only decodes; empty: it does both.
         kv_connectors: how updates treat its KV connectors.
     """
 
     kind: ShortText
     software: ShortText
     model: ShortText
-    dp_group: Name
     dp_rank: Count
     dp_size: Size
     workers: Size
     backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
     endpoint: ShortText
-    can_sleep: bool
-    draft: bool
+    can_sleep: bool = False
+    draft: bool = False
+    canary: CanaryMode = ""
+    features: Features = field(default_factory=dict)
+    untested: ShortText = ""
+    dtype: ShortText = ""
+    limits: RequestLimits = NO_LIMITS
+    kv_connectors: KvConnectors = field(default_factory=dict)
+
+    def properties(self) -> dict[str, Any]:
+        """Returns these properties by name, without those that a subclass adds."""
+        return {name: getattr(self, name) for name in EngineProperties.__struct_fields__}
+
+
+class EngineFacts(EngineProperties, frozen=True, kw_only=True):
+    """An engine's properties, and its state when it joins (or joins again).
+
+    Attributes:
+        dp_group: the engine's DP group, in which it is rank ``dp_rank`` of ``dp_size``.
+        supervised: if the engine ends, its supervisor restarts it with all ranks of its DP group.
+        version: the version that the engine serves.
+        phase: the engine's state.
+        update_id: the pause or update to which ``phase`` refers; empty: none.
+        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
+        closed: as in :class:`Heartbeat`.
+        run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
+            it has joined any group.
+        pd_role: whether the engine only prefills, or only decodes; empty: it does both.
+    """
+
+    dp_group: Name
     supervised: bool
-    canary: CanaryMode
     version: Serial
     phase: Phase
     update_id: UpdateId
     peer_address: ShortText
     closed: bool = False
-    features: Features = field(default_factory=dict)
-    untested: ShortText = ""
-    dtype: ShortText = ""
-    limits: RequestLimits = NO_LIMITS
     run: ShortText = ""
     pd_role: PdRole = ""
-    kv_connectors: KvConnectors = field(default_factory=dict)
 
 
 class CoordinatorFacts(Struct, frozen=True):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
+from bus.messages.membership import EngineProperties
 from bus.messages.types import (
     NO_LIMITS,
     CorePhase,
     Count,
-    Features,
-    KvConnectors,
     LongText,
     Message,
     Name,
@@ -35,54 +34,41 @@ class WaitEngines(Message, frozen=True):
     timeout_ms: Count
 
 
-class EngineView(Struct, frozen=True):
+class EngineView(EngineProperties, frozen=True, kw_only=True):
     """The broker's view of one engine.
 
     Attributes:
         name: the engine's name.
         dp_group: its DP group, in which it is rank ``dp_rank``.
-        endpoint, kind, software, draft: as in :class:`bus.messages.EngineFacts`.
         version: the version that it serves.
         phase: its state.
         in_flight: how many requests it has.
         host, pid: the host and process id of its sidecar.
         last_heard_ms: how long ago the broker received a sign of life, in ms.
-        backends: as in :class:`bus.messages.EngineFacts`.
         core_phase: what its core does, by the sidecar's last report; empty: there is no report.
         core_since_ms: how long the core has been in ``core_phase``, in ms.
         core_step: how many steps the core has run.
         core_wave: the number of the core's wave.
-        features, untested, dtype: as in :class:`bus.messages.EngineFacts`.
         waiting: how many requests wait in the core.
-        pd_role, kv_connectors: as in :class:`bus.messages.EngineFacts`.
         untagged: as in :class:`bus.messages.CoreStatus`.
+        pd_role: as in :class:`bus.messages.EngineFacts`.
     """
 
     name: ShortText
     dp_group: ShortText
-    dp_rank: Count
-    endpoint: ShortText
-    kind: ShortText
-    software: ShortText
-    draft: bool
     version: Count
     phase: ShortText
     in_flight: Count
     host: ShortText
     pid: Count
     last_heard_ms: float
-    backends: tuple[ShortText, ...]
     core_phase: CorePhase
     core_since_ms: float
     core_step: Count
     core_wave: Count
-    features: Features = field(default_factory=dict)
-    untested: ShortText = ""
-    dtype: ShortText = ""
     waiting: Count = 0
-    pd_role: PdRole = ""
-    kv_connectors: KvConnectors = field(default_factory=dict)
     untagged: Count = 0
+    pd_role: PdRole = ""
 
 
 class DpGroupView(Struct, frozen=True):

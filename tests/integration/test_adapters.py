@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from bus.errors import Refused, UpdateFailed, UsageError
 from bus.lora import adapter_of, removes_adapter

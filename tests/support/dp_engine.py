@@ -29,7 +29,7 @@ class GroupEngine:
     async def start(self) -> EngineInfo:
         await self.group.__aenter__()
         info = self.group.ranks[0].info
-        return EngineInfo(**{**info, "backends": tuple(info["backends"])})
+        return msgspec.convert(info, EngineInfo)
 
     async def close(self) -> None:
         await self.group.__aexit__()

@@ -183,31 +183,22 @@ class Peer:
         assert self.facts is not None
         core_for_ms = self.core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
         return EngineView(
+            **self.facts.properties(),
             name=self.name,
             dp_group=self.facts.dp_group,
-            dp_rank=self.facts.dp_rank,
-            endpoint=self.facts.endpoint,
-            kind=self.facts.kind,
-            software=self.facts.software,
-            draft=self.facts.draft,
             version=self.version,
             phase=self.phase,
             in_flight=self.in_flight,
             host=self.host,
             pid=self.pid,
             last_heard_ms=round(now_ms - self.last_heard_ms, 1),
-            backends=self.facts.backends,
             core_phase=self.core.phase if self.core else "",
             core_since_ms=round(core_for_ms, 1),
             core_step=self.core.step if self.core else 0,
             core_wave=self.core.wave if self.core else 0,
-            features=self.facts.features,
-            untested=self.facts.untested,
-            dtype=self.facts.dtype,
             waiting=self.core.waiting if self.core else 0,
             untagged=self.core.untagged if self.core else 0,
             pd_role=self.facts.pd_role,
-            kv_connectors=self.facts.kv_connectors,
         )
 
 

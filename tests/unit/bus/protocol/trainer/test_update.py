@@ -137,7 +137,7 @@ def test_a_staged_update_takes_no_pause() -> None:
     run.update.finish()
     assert kinds(run.update.commit("", ())) == [Commit]
     other = Run(replace(REQUEST, staging=STAGING))
-    other.ack(other.arm(), replace(ACK, why_paused="no memory"))
+    other.ack(other.arm(), structs.replace(ACK, why_paused="no memory"))
     assert other.update.start() == [REQUEST.pause, UpdateStart("u1", staged=False)]
 
 
