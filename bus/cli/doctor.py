@@ -20,7 +20,7 @@ from bus.cli import features
 from bus.cli.options import NamedPath, broker_option, checked, echo, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.net import check_url, is_loopback
-from bus.runtime.event_loop import choose_loop, run
+from bus.runtime.event_loop import has_uvloop, run
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
 
@@ -184,7 +184,7 @@ def _packages() -> Check:
 
 
 def _loop() -> Check:
-    if choose_loop("auto") == "uvloop":
+    if has_uvloop():
         return Check("event loop", "ok", "uvloop")
     hint = "pip install 'wavebus[fast]' for a faster event loop"
     return Check("event loop", "note", "asyncio", hint)
