@@ -228,6 +228,10 @@ def _places(
     return [*rank, (host, engine.endpoint)] if engine.endpoint else rank
 
 
+def _malformed(field: str, detail: str) -> Failure:
+    return Failure(NackCode.MALFORMED, detail, field=field)
+
+
 class Membership:
     """Holds the joined peers, by name, by connection, and by place on the bus.
 
@@ -285,13 +289,12 @@ class Membership:
             facts=join.engine,
             coordinator=join.coordinator,
             user=user,
-            bucket=old.bucket if old is not None else None,
             is_unreachable=old is not None,
-            overdue=old.overdue if old is not None else "",
-            missed=old.missed if old is not None else "",
-            misses=old.misses if old is not None else 0,
-            out_until_ms=old.out_until_ms if old is not None else 0.0,
         )
+        if old is not None:
+            peer.bucket = old.bucket
+            peer.overdue, peer.missed, peer.misses = old.overdue, old.missed, old.misses
+            peer.out_until_ms = old.out_until_ms
         if join.engine is not None:
             peer.phase = join.engine.phase
             peer.version = join.engine.version
@@ -308,25 +311,15 @@ class Membership:
             if join.role not in WATCHERS:
                 check_name(group, "group")
         except UsageError as error:
-            return Failure(NackCode.MALFORMED, str(error), field=str(error).split("=", 1)[0])
+            return _malformed(str(error).split("=", 1)[0], str(error))
         if (join.role == "engine") != (join.engine is not None):
-            return Failure(
-                NackCode.MALFORMED,
-                "an engine must join with its facts, other peers without",
-                field="engine",
-            )
+            return _malformed("engine", "an engine must join with its facts, other peers without")
         if (join.role == "coordinator") != (join.coordinator is not None):
-            return Failure(
-                NackCode.MALFORMED,
-                "a coordinator must join with its DP group, other peers without",
-                field="coordinator",
-            )
+            text = "a coordinator must join with its DP group, other peers without"
+            return _malformed("coordinator", text)
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
-            return Failure(
-                NackCode.MALFORMED,
-                f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}",
-                field="engine.dp_rank",
-            )
+            text = f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}"
+            return _malformed("engine.dp_rank", text)
         held = self.by_name.get(name)
         if held is None or (held.boot, held.user) == (envelope.boot, user):
             return self._refuse_place(name, group, join)
