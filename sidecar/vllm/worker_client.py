@@ -133,6 +133,7 @@ class WorkerClient:
         self._channels = StagingChannels()
         self._cannot_stage = ""
         self._is_one_core = True
+        self._is_in_lockstep = False
 
     async def _hello(
         self, facts: worker_rpc.WorkerFacts, *, cores: int, backend: str = BACKEND
@@ -155,8 +156,9 @@ class WorkerClient:
         workers = await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
         called_off = await self._connection.ask(worker_rpc.CALL_OFF, {})
-        if worker_rpc.read_called_off(called_off) is None and not why:
+        if worker_rpc.read_yes(called_off) is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
+        self._is_in_lockstep = not self._cannot_stage and await self._expect_swap(expected=False)
         # From here on the staging channels ignore an earlier sidecar.
         with contextlib.suppress(EngineError):  # the channels keep the reason
             await self._channels.open([each.channel for each in workers], cores=cores)
@@ -192,6 +194,8 @@ class WorkerClient:
             case operations.Start(staged=staged):
                 self._staged = staged
                 self._sent.clear()
+                if staged and self._is_in_lockstep:
+                    await self._expect_swap(expected=True)
             case operations.ReceiveChunk(update_id=update_id):
                 self._adapter.path = ADAPTER_PATHS + update_id
         carry = self._channels.perform if self._goes_by_channel(operation) else self._perform
@@ -213,6 +217,13 @@ class WorkerClient:
                 await self._connection.load_adapter(self._adapter.name, self._adapter.path)
             case operations.Restore(staged=False) if self._adapter.name:
                 await self._connection.undo_adapter(self._adapter.name)
+            case operations.Restore(staged=True) if self._is_in_lockstep:
+                await self._expect_swap(expected=False)
+
+    async def _expect_swap(self, *, expected: bool) -> bool:
+        """Tells the core whether a swap is expected; returns whether it is in lockstep."""
+        answer = await self._connection.ask(worker_rpc.EXPECT_SWAP, {"expected": expected})
+        return worker_rpc.read_yes(answer) is True
 
     def _goes_by_channel(self, operation: UpdateOperation) -> bool:
         """Returns whether the staging channels carry an operation, and not the core.

@@ -17,7 +17,8 @@ With ``--one-gpu`` (:mod:`tests.gpu.one_gpu`, and ``one-gpu`` at ``tests.gpu.reg
 the first GPU: who waits for whom is the same, gaps are longer, since processes take turns on it.
 
 The group `moe` has no faults, but two ranks of experts in lockstep, which get `--updates` updates
-with a pause of a second in between. Its row has the times of COMMIT, and the gaps.
+with a pause of a second in between. Its row has the times of COMMIT, and the gaps. With
+``--gpus 2`` the trainer shares the first rank's GPU (set ``NCCL_SOCKET_IFNAME=lo`` then).
 
 A fault's row has: the longest gap between two tokens of one request on one engine that had no
 fault (`gap_ms`), the same in the seconds before (`before_ms`), and how long after the fault, or the
@@ -66,6 +67,7 @@ _BOOT_S: Final = 400.0
 _LONG_GAP_S: Final = 0.2
 _MOST_GAP_MS: Final = 1000.0
 _MOST_AGAIN_S: Final = 5.0
+_TWO: Final = 2  # GPUs, of which the trainer shares the first with an engine
 
 
 # -- the trainer, a process -------------------------------------------------------------------
@@ -227,7 +229,7 @@ class Campaign(threading.Thread):
         broker, device = self.serving.broker, self.options.device
         chunk = str(int(self.options.chunk_mb * (1 << 20)))
         idle_s = "1" if self.group == MOE else "0"
-        apart = "apart" if self.options.one_gpu else ""
+        apart = "apart" if self.options.one_gpu or self.options.gpus == _TWO else ""
         with (
             subprocess.Popen(
                 [*me, "load", broker, self.group, streams, str(out)], stdin=subprocess.PIPE
@@ -391,7 +393,8 @@ def specs(options: argparse.Namespace, group: str) -> list[EngineSpec]:
     if group == MOE:
         steps = options.sync_interval
         args = ("--enable-expert-parallel", *(["--dp-sync-interval", str(steps)] if steps else []))
-        return [EngineSpec(MOE, MOE, (1, 2), args=args, ranks=2)]
+        gpus = (0, 1) if options.gpus == _TWO else (1, 2)
+        return [EngineSpec(MOE, MOE, gpus, args=args, ranks=2)]
     return [
         EngineSpec(f"{group}-{gpu}", group, (gpu,), args=graphs) for gpu in range(1, options.gpus)
     ]

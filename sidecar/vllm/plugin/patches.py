@@ -45,7 +45,7 @@ from sidecar.vllm.plugin.vllm_names import (
 
 _WORKER_METHODS: Final = ("facts", "requests", "draft", "loading", "perform")
 # Engine cores answer these; workers do where the cores have no handler.
-_CORE_METHODS: Final = ("admission", "swap", "call_off", "run", "clear_caches")
+_CORE_METHODS: Final = ("admission", "swap", "expect_swap", "call_off", "run", "clear_caches")
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
 # From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.

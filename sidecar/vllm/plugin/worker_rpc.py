@@ -41,6 +41,8 @@ ASK_PRESENCE: Final = "__str__"
 # was called off. SWAP takes ``operation``, an encoded :class:`SwapStaged`.
 SWAP: Final = "wavebus_swap"
 CALL_OFF: Final = "wavebus_call_off"
+# As above; ``expected``: whether ranks in lockstep are to agree at each step from now on.
+EXPECT_SWAP: Final = "wavebus_expect_swap"
 # Also answered by the core: JOIN_RUN salts caches by ``run``; CLEAR_CACHES drops keys, values and
 # encoder outputs, also in KV connectors.
 JOIN_RUN: Final = "wavebus_run"
@@ -122,13 +124,10 @@ def read_done(answer: Any) -> list[operations.Done]:
     return done
 
 
-def read_called_off(answer: Any) -> bool | None:
-    """Returns whether a swap was called off, by the core's answer to :data:`CALL_OFF`.
-
-    None if the core can't swap.
-    """
-    reason = str(answer[0]) if isinstance(answer, list) and answer else ""
-    return {"True": True, "False": False}.get(reason)  # over HTTP the answer is the text of a bool
+def read_yes(answer: Any) -> bool | None:
+    """Returns whether the first core has answered yes; None if it can't swap."""
+    said = str(answer[0]) if isinstance(answer, list) and answer else ""
+    return {"True": True, "False": False}.get(said)  # over HTTP the answer is the text of a bool
 
 
 def read_draft(answer: Any) -> bool:
@@ -177,7 +176,7 @@ def admission(_worker: Any, **_asked: Any) -> None:
     """
 
 
-swap = call_off = run = clear_caches = admission
+swap = expect_swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:

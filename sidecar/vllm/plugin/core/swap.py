@@ -9,20 +9,26 @@ are in flight (asynchronous scheduling).
     core          event                              next     what happens
     IDLE          SWAP, not in lockstep              IDLE     swaps; called off if caches must be
                                                               cleared and can't be
-    IDLE          SWAP, in lockstep, and the workers READY    a wave starts, if none runs
-                  are ready
-    IDLE          SWAP, in lockstep, paused, or the  IDLE     called off
-                  workers are not ready
-    READY         an all-reduce: all ranks are ready IDLE     all ranks swap
+    IDLE          SWAP, in lockstep                  READY    a wave starts, if none runs
+    IDLE          SWAP, in lockstep, paused          IDLE     called off
+    READY         an all-reduce: all ranks are ready CHECKED  the workers check, the caches are
+                                                              cleared if asked
     READY         CALL_OFF, or all ranks have paused IDLE     called off
+    CHECKED       an all-reduce: all have succeeded  IDLE     all ranks swap
+    CHECKED       an all-reduce: some have not       IDLE     called off in all ranks
     any           the swap fails half-way; or all    -        the process ends
                   ranks swap, and it fails at all
 
 **Lockstep.** Ranks sum up whether they have work, in one all-reduce at the first step of a wave and
 at every ``dp_sync_interval``-th step, which is the same step in all ranks. A ready rank adds
-:data:`READY` to its number. When all ranks are ready, all see it in the same sum, and swap before
-the next step. One rank that is not ready keeps all of them at the old weights. While some ranks are
-ready the sum is not zero, so the wave continues, also in vLLM's own code, which adds up the same.
+:data:`READY` to its number. When all ranks are ready, all see it in the same sum. Before the next
+step their workers check that they can swap, and a second all-reduce says whether all can. One rank
+that is not ready keeps all of them at the old weights. While some ranks are ready the sum is not
+zero, so the wave continues, also in vLLM's own code, which adds up the same.
+
+**Soon.** A rank in which a staged update is under way adds :data:`SOON`. When all ranks have, they
+sum up at every step until one of them no longer does. Otherwise a COMMIT would wait for up to
+``dp_sync_interval`` steps.
 
 **Version labels.** vLLM labels tokens with the version that the core has when it *reads* a step's
 output. Steps that were in flight at the swap must be labelled with the version before.
@@ -39,6 +45,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable  # noqa: TC003 - the conference's default is one
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -62,14 +69,18 @@ from sidecar.vllm.plugin.vllm_names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import torch
 
 _log = logging.getLogger("vllm.wavebus")
 
-# A ready rank adds this to the number of ranks that have work.
-READY: Final = 1 << 16
+# To the number of ranks that have work (at most 1,023), a ready rank adds READY, and one that
+# expects a swap adds SOON. The sum stays below 1 << 31.
+READY: Final = 1 << 10
+SOON: Final = 1 << 20
+# A rank expects a swap for this long, in seconds. It ends what a dead sidecar began.
+_SOON_S: Final = 60.0
 
 _SYNC: Final = f"{PARALLEL_CONFIG}.sync_dp_state"
 _BATCHES: Final = Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",))
@@ -93,7 +104,7 @@ SWAP: Final = Seam(
         _BATCHES,
     ),
     process="core",
-    sets=((PLAIN_CORE, "wavebus_ready", None),),
+    sets=((PLAIN_CORE, "wavebus_ready", None), (PLAIN_CORE, "wavebus_soon_until_s", 0.0)),
 )
 _SUM_BY_TORCH: Final = Form("torch adds up", (Says(_SYNC, ("distributed.all_reduce(tensor",)),))
 _SUM_BY_VLLM: Final = Form(
@@ -116,6 +127,10 @@ LOCKSTEP_SWAP: Final = Seam(
             ),
         ),
         Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "self.step_counter = 0")),
+        Says(
+            f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
+            ("self.step_counter % self.dp_sync_interval != 0",),
+        ),
     ),
     forms=(_SUM_BY_TORCH, _SUM_BY_VLLM),
     process="core",
@@ -155,15 +170,31 @@ class ReadySwap:
     asked_s: float = field(default_factory=time.monotonic)
 
 
-@dataclass(slots=True)
-class _Vote:
-    """Whether this rank is ready in the current all-reduce, and whether all ranks are."""
+@dataclass
+class _Conference:
+    """The ranks' current all-reduce: what this rank says, and what all say.
+
+    Attributes:
+        ready: whether this rank is ready to swap.
+        soon: whether it expects a swap.
+        all_ready: whether all ranks are ready.
+        all_soon: whether all ranks expect a swap. None: no all-reduce was due.
+        all_succeed: makes another all-reduce; returns whether all ranks have passed True.
+    """
 
     ready: bool = False
+    soon: bool = False
     all_ready: bool = False
+    all_soon: bool | None = None
+    all_succeed: Callable[[bool], bool] = bool
+
+    def begin(self, *, ready: bool, soon: bool) -> None:
+        """Sets what this rank says, before an all-reduce that may be due."""
+        self.ready, self.soon = ready, soon
+        self.all_ready, self.all_soon = False, None
 
 
-_conference = _Vote()
+_conference = _Conference()
 
 
 # -- the swap ----------------------------------------------------------------------------
@@ -199,7 +230,6 @@ def swap(core: Any, operation: str) -> Any:
         raise SwapRefused("called off: the rank is paused")
     if core.wavebus_ready is not None:
         raise SwapRefused("called off: another one is under way")
-    _perform(core, operations.CheckReady())
     core.wavebus_ready = asked
     if not core.engines_running:
         core.engines_running = True
@@ -211,6 +241,23 @@ def swap(core: Any, operation: str) -> Any:
 
 def _perform(core: Any, operation: operations.WorkerOperation) -> None:
     core.collective_rpc(PERFORM, None, (), {"operation": operations.encode(operation)})
+
+
+@SWAP.answer("wavebus_expect_swap")
+def expect_swap(core: Any, expected: bool) -> list[bool]:
+    """Records whether a swap is expected soon; then ranks in lockstep agree at each step.
+
+    The core answers :data:`sidecar.vllm.plugin.worker_rpc.EXPECT_SWAP` with this function.
+
+    Args:
+        core: the engine core.
+        expected: whether a staged update is under way.
+
+    Returns:
+        ``[True]`` in lockstep, else ``[False]``.
+    """
+    core.wavebus_soon_until_s = time.monotonic() + _SOON_S if expected else 0.0
+    return [hasattr(core, "current_wave")]
 
 
 @SWAP.answer("wavebus_call_off")
@@ -284,19 +331,35 @@ def has_global_unfinished_reqs(
 ) -> Any:
     """Swaps if all ranks have reported in this step's all-reduce that they are ready.
 
-    ``original`` makes the all-reduce.
+    ``original`` makes the all-reduce, if one is due.
     """
-    _conference.ready = core.wavebus_ready is not None
-    _conference.all_ready = False
+    soon = time.monotonic() < core.wavebus_soon_until_s
+    _conference.begin(ready=core.wavebus_ready is not None, soon=soon)
     unfinished = original(core, local_unfinished)
+    if _conference.all_soon is not None:
+        usual = core.vllm_config.parallel_config.dp_sync_interval
+        core.dp_sync_interval = 1 if _conference.all_soon else usual
     if _conference.all_ready:
-        ready, core.wavebus_ready = core.wavebus_ready, None
-        with _exit_on_failure():  # the other ranks swap now
-            _clear_caches(core, ready)
-        ready.made.set_result(_swap_now(core, ready))
+        _swap_together(core)
     elif core.ignore_start_dp_wave:
         call_off(core)
     return unfinished
+
+
+def _swap_together(core: Any) -> None:
+    """Swaps, or calls the swap off, in all ranks; all of them are here, before the same step."""
+    ready, core.wavebus_ready = core.wavebus_ready, None
+    core.wavebus_soon_until_s = 0.0
+    problem: Exception | None = None
+    try:
+        _perform(core, operations.CheckReady())
+        _clear_caches(core, ready)
+    except Exception as error:  # noqa: BLE001 - the other ranks must not be left in the all-reduce
+        problem = error
+    if _conference.all_succeed(problem is None):
+        ready.made.set_result(_swap_now(core, ready))
+    else:
+        ready.made.set_exception(problem or SwapRefused("called off: another rank can't swap"))
 
 
 @_SUM_BY_TORCH.wrap(_SYNC, "dp_group, has_unfinished, pending_pause")
@@ -342,13 +405,20 @@ def _vote(
 ) -> tuple[bool, bool]:
     import torch  # noqa: PLC0415 - a core has it
 
-    mine = int(has_unfinished) + READY * _conference.ready
-    votes = torch.tensor([mine, int(pending_pause)], dtype=torch.int32, device="cpu")
-    add_up(votes)
-    unfinished, pauses = (int(each) for each in votes.tolist())
-    _conference.all_ready = unfinished // READY == size
-    work = unfinished % READY if _conference.all_ready else unfinished
-    return work > 0 or pauses % size != 0, pauses == size
+    def total(number: int, pause: bool = False) -> tuple[int, int]:
+        votes = torch.tensor([number, int(pause)], dtype=torch.int32, device="cpu")
+        add_up(votes)
+        numbers, pauses = (int(each) for each in votes.tolist())
+        return numbers, pauses
+
+    mine = int(has_unfinished) + READY * _conference.ready + SOON * _conference.soon
+    numbers, pauses = total(mine, pending_pause)
+    soon, numbers = divmod(numbers, SOON)
+    ready, unfinished = divmod(numbers, READY)
+    _conference.all_soon, _conference.all_ready = soon == size, ready == size
+    _conference.all_succeed = lambda succeeds: total(int(succeeds))[0] == size
+    waiting = ready % size + soon % size
+    return unfinished + waiting > 0 or pauses % size != 0, pauses == size
 
 
 # -- labels ------------------------------------------------------------------------------

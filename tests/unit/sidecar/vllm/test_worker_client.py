@@ -49,6 +49,7 @@ class Workers:
         self.told: list[Told] = []
         self.found = StagingCapacity(64)
         self.calls_off: bool | None = False
+        self.is_in_lockstep = False
         self.peers: list[StagingChannelServer] = []
         self.by_lane: list[operations.WorkerOperation] = []
         self.held: tuple[str, ...] | None = None  # adapters
@@ -77,6 +78,10 @@ class Workers:
             case worker_rpc.CALL_OFF:
                 self.told.append("call off")
                 return [self.calls_off]
+            case worker_rpc.EXPECT_SWAP:
+                if self.is_in_lockstep:
+                    self.told.append(f"expect a swap: {kwargs['expected']}")
+                return [self.is_in_lockstep]
         raise AssertionError(method)
 
     def _carry_out(self, told: operations.WorkerOperation) -> operations.Done:
@@ -209,11 +214,13 @@ def test_a_part_of_a_staged_update_is_checked_by_the_channel_of_a_lone_worker(
     assert workers.by_lane == ([] if peers else [extend])
 
 
+@pytest.mark.parametrize("is_in_lockstep", [False, True])
 def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
-    closed: list[WorkerClient | StagingChannelServer],
+    closed: list[WorkerClient | StagingChannelServer], is_in_lockstep: bool
 ) -> None:
-    """Chunks come by the channel, so that no step waits for them."""
+    """Chunks come by the channel, so that no step waits for them. Ranks in lockstep expect it."""
     workers = Workers()
+    workers.is_in_lockstep = is_in_lockstep
     client = client_of(workers, closed)
     told(workers, client._hello(facts(), cores=1), steps(client).open_transfer("shm", b"", NO_RANK))
     todo = (
@@ -227,12 +234,14 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     )
     assert told(workers, *todo) == [
         armed(MANIFEST, MAY),
+        *(["expect a swap: True"] if is_in_lockstep else []),
         operations.Start(staged=True),
         operations.ReceiveChunk(0, "shm", b"h", staged=True),
         operations.Stage((operations.LoadChunk(0, "full", (7,), staged=True),)),
         operations.Finish(staged=True),
         operations.SwapStaged(3),
         operations.Restore(staged=True),
+        *(["expect a swap: False"] if is_in_lockstep else []),
     ]
 
 

@@ -364,6 +364,7 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ASK_PRESENCE",
             "SWAP",
             "CALL_OFF",
+            "EXPECT_SWAP",
             "JOIN_RUN",
             "CLEAR_CACHES",
         )

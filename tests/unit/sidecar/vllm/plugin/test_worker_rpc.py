@@ -130,7 +130,7 @@ def test_an_operation_is_carried_out_by_the_workers_engine() -> None:
 )
 def test_whether_a_swap_was_called_off(answer: object, called_off: bool | None) -> None:
     """In process, over HTTP, and by workers whose core knows of no swaps."""
-    assert worker_rpc.read_called_off(answer) is called_off
+    assert worker_rpc.read_yes(answer) is called_off
 
 
 def test_each_workers_answer_is_read() -> None:

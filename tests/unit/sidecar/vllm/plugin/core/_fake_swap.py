@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ class EngineCore:
         self.batch_queue: deque[Any] | None = None
         self.output_queue: SimpleQueue[Any] = SimpleQueue()
         self.calls: list[Any] = []
-        self.fails: Exception | None = None
+        self.fails: Exception | None = None  # what the next call raises
+        self.fails_later: Exception | None = None  # the call after it
         self.resets = self.encoder_resets = 0
         self.clears: bool | Exception = True
 
@@ -141,6 +143,7 @@ class EngineCore:
     ) -> list[Any]:
         if self.fails is not None:
             raise self.fails
+        self.fails, self.fails_later = self.fails_later, None
         self.calls.append((method, kwargs))
         return [1]
 
@@ -161,8 +164,14 @@ class DPEngineCoreProc(EngineCoreProc):
         self.pending_pause = False
         self.ignore_start_dp_wave = False
         self.has_coordinator = True
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(dp_sync_interval=4))
+        self.dp_sync_interval = self.vllm_config.parallel_config.dp_sync_interval
+        self.step_counter = 0
 
     def _has_global_unfinished_reqs(self, local_unfinished: bool) -> bool:
+        self.step_counter += 1
+        if self.step_counter != 1 and self.step_counter % self.dp_sync_interval != 0:
+            return True
         unfinished, paused = ParallelConfig.sync_dp_state(
             self.dp_group, has_unfinished=local_unfinished, pending_pause=self.pending_pause
         )

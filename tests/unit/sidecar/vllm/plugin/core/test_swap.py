@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from concurrent.futures import Future
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from bus.messages import NackCode
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.core import swap as core_swap
 from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.worker_rpc import CALL_OFF, SWAP
+from sidecar.vllm.plugin.worker_rpc import CALL_OFF, EXPECT_SWAP, SWAP
 from tests.support.seams import install
 
 
@@ -67,39 +69,52 @@ def refused(error: BaseException | None) -> NackCode:
 
 
 class Ranks:
-    """Some in lockstep, whose all-reduce is a sum over what each of them brings."""
+    """Some in lockstep, each in a thread of its own; their all-reduce is a sum that waits for all.
+
+    Each thread has a conference of its own, as each core's process has.
+    """
 
     def __init__(self, module: Any, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
         group = SimpleNamespace(size=lambda: size)
-        self._config = module.ParallelConfig
         self.cores = [module.DPEngineCoreProc(group) for _ in range(size)]
+        self.sums = 0
         self._brought: list[torch.Tensor] = []
-        self._sum: torch.Tensor | None = None
+        self._all_here = threading.Barrier(size, self._add_up, timeout=20)
         monkeypatch.setattr(torch.distributed, "all_reduce", self._all_reduce)
+        monkeypatch.setattr(core_swap, "_conference", _PerThread())
+
+    def _add_up(self) -> None:
+        self.sums += 1
+        total = torch.stack(self._brought).sum(0)
+        for tensor in self._brought:
+            tensor.copy_(total)
+        self._brought.clear()
 
     def _all_reduce(self, tensor: torch.Tensor, **_how: Any) -> None:
-        if self._sum is None:
-            self._brought.append(tensor.clone())
-        else:
-            tensor.copy_(self._sum)
+        self._brought.append(tensor)
+        self._all_here.wait()
+
+    def step(self, *unfinished: bool) -> list[bool]:
+        """One step of all ranks; returns what each makes of it."""
+        with ThreadPoolExecutor(len(self.cores)) as threads:
+            return list(
+                threads.map(
+                    lambda core, work: core._has_global_unfinished_reqs(work),
+                    self.cores,
+                    unfinished,
+                )
+            )
 
     def confer(self, *unfinished: bool) -> list[bool]:
-        """All of them, at one step; what each makes of it."""
-        self._brought, self._sum = [], None
-        ready = [core.wavebus_ready for core in self.cores]
-        for core, work in zip(self.cores, unfinished, strict=True):
-            saved = (core.pending_pause, core.ignore_start_dp_wave)
-            core.wavebus_ready, kept = None, core.wavebus_ready
-            core_swap._conference.ready = kept is not None
-            self._config.sync_dp_state(core.dp_group, work, core.pending_pause)
-            core.wavebus_ready = kept
-            core.pending_pause, core.ignore_start_dp_wave = saved
-        assert [core.wavebus_ready for core in self.cores] == ready
-        self._sum = sum(self._brought, start=torch.zeros(2, dtype=torch.int32))
-        return [
-            core._has_global_unfinished_reqs(work)
-            for core, work in zip(self.cores, unfinished, strict=True)
-        ]
+        """Steps until the ranks have summed up."""
+        before = self.sums
+        while self.sums == before:
+            found = self.step(*unfinished)
+        return found
+
+
+class _PerThread(threading.local, core_swap._Conference):
+    """A conference for each thread."""
 
 
 def test_alone_it_swaps_at_once(module: Any) -> None:
@@ -217,17 +232,37 @@ def test_a_second_one_does_not_take_its_place(module: Any, monkeypatch: pytest.M
     assert zero.wavebus_ready.operation.version == 5
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_workers_that_have_not_all_of_it_change_nothing(
-    module: Any, monkeypatch: pytest.MonkeyPatch, alone: bool
-) -> None:
-    """They say so before any rank is ready."""
-    core = module.EngineCoreProc() if alone else Ranks(module, monkeypatch).cores[0]
+def test_workers_that_have_not_all_of_it_change_nothing(module: Any) -> None:
+    """They say so before the swap."""
+    core = module.EngineCoreProc()
     core.fails = core_swap.SwapRefused("called off: not all is staged")
     with pytest.raises(core_swap.SwapRefused):
         swap(core)
-    assert core.wavebus_ready is None
     assert core.get_weight_version() == "default"
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_a_rank_that_cant_swap_keeps_all_at_the_old_weights(
+    module: Any, monkeypatch: pytest.MonkeyPatch, clear_cache: bool
+) -> None:
+    """The second sum tells the others; the next try succeeds."""
+    ranks = Ranks(module, monkeypatch)
+    zero, one = ranks.cores
+    made = [swap(core, clear_cache=clear_cache) for core in ranks.cores]
+    if clear_cache:
+        zero.scheduler.connector = ExampleConnector(None)
+    else:
+        zero.fails = core_swap.SwapRefused("called off: not all is staged")
+    ranks.confer(True, True)
+    assert ranks.sums == 2
+    assert [refused(each.exception(0)) for each in made] == [NackCode.CALLED_OFF] * 2
+    assert "another rank can't swap" in str(made[1].exception(0))
+    assert zero.get_weight_version() == one.get_weight_version() == "default"
+    zero.scheduler.connector = zero.fails = None
+    made = [swap(core, clear_cache=clear_cache) for core in ranks.cores]
+    ranks.confer(True, True)
+    assert [each.result(0) for each in made] == [[False]] * 2
+    assert zero.get_weight_version() == one.get_weight_version() == "5"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), core_swap.SwapRefused("refused")])
@@ -241,7 +276,7 @@ def test_workers_that_fail_when_it_is_made_end_the_core(
     ranks = Ranks(module, monkeypatch)
     for core in ranks.cores:
         swap(core)
-    ranks.cores[0].fails = error
+    ranks.cores[0].fails_later = error
     with pytest.raises(type(error)):
         ranks.confer(True, True)
     assert killed == [signal.SIGKILL]
@@ -340,16 +375,51 @@ def test_runs_share_nothing(module: Any) -> None:
     assert made["a"] != made["b"]
 
 
-def test_a_rank_that_cant_clear_its_caches_ends_when_the_others_swap(
+def test_while_a_swap_is_expected_ranks_sum_up_at_each_step(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them have agreed to it."""
-    killed: list[int] = []
-    monkeypatch.setattr("os.kill", lambda _pid, number: killed.append(number))
+    """From a sum in which all expect one, until the swap, or a sum in which one no longer does."""
+    ranks = Ranks(module, monkeypatch)
+    zero, one = ranks.cores
+
+    def sums_in(steps: int) -> int:
+        before = ranks.sums
+        for _ in range(steps):
+            ranks.step(True, True)
+        return ranks.sums - before
+
+    def expect(core: Any, expected: bool = True) -> Any:
+        return core.collective_rpc(EXPECT_SWAP, None, (), {"expected": expected})
+
+    assert expect(module.EngineCoreProc()) == [False]
+    assert (ranks.step(True, True), sums_in(8)) == ([True, True], 2)
+    assert expect(zero) == [True]
+    assert sums_in(8) == 2
+    assert ranks.confer(False, False) == [True, True]  # as in vLLM, which adds up the same
+    expect(one)
+    ranks.confer(True, True)
+    assert sums_in(8) == 8
+    assert ranks.step(False, False) == [False, False]
+    expect(zero, expected=False)
+    ranks.step(True, True)
+    assert sums_in(8) == 2
+    expect(zero)
+    ranks.confer(True, True)
+    made = [swap(core) for core in ranks.cores]
+    ranks.step(True, True)
+    assert [each.result(0) for each in made] == [[False], [False]]
+    ranks.step(True, True)
+    assert sums_in(8) == 2
+
+
+def test_a_swap_is_not_expected_for_ever(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that dies in an update does not say that it has ended."""
     ranks = Ranks(module, monkeypatch)
     for core in ranks.cores:
-        swap(core, clear_cache=True)
-    ranks.cores[0].scheduler.connector = ExampleConnector(None)
-    with pytest.raises(core_swap.SwapRefused):
-        ranks.confer(True, True)
-    assert killed == [signal.SIGKILL]
+        core.collective_rpc(EXPECT_SWAP, None, (), {"expected": True})
+    ranks.step(True, True)
+    assert ranks.cores[0].dp_sync_interval == 1
+    now_s = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now_s + 61)
+    ranks.step(True, True)
+    assert [core.dp_sync_interval for core in ranks.cores] == [4, 4]
