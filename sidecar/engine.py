@@ -10,58 +10,26 @@ call. :meth:`Engine.request_ids` and a second :meth:`Engine.pause` may run durin
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import anyio
 
 from bus.errors import EngineError
-from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
-    NO_LIMITS,
-    CanaryMode,
-    EngineFacts,
+    EngineProperties,
     NackCode,
     PauseMode,
     ProbeResult,
-    RequestLimits,
     SleepLevel,
-    Staging,
     Target,
-    Verify,
 )
 from bus.protocol.engine.operations import Done, Drain, Extend, UpdateOperation
-from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
-from sidecar.shared_pages.core_status import CoreStatusView
-from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
-__all__ = [
-    "CanaryMode",
-    "CoreStatusView",
-    "Done",
-    "Engine",
-    "EngineInfo",
-    "PauseLease",
-    "LeaseOutcome",
-    "AbandonedPause",
-    "Manifest",
-    "PauseMode",
-    "RankAssignment",
-    "ProbeResult",
-    "StagingCapacity",
-    "SleepLevel",
-    "Staging",
-    "Target",
-    "TensorMeta",
-    "UpdateOperation",
-    "Verify",
-    "answers_within",
-    "require_model",
-    "unsupported",
-]
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 # How long a booted engine may take to answer the calls of a starting sidecar.
 START_ANSWER_S: Final = 120.0
@@ -96,11 +64,10 @@ FUSED_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
+class EngineInfo(EngineProperties, frozen=True):
     """Properties of an engine, as its adapter reports them on start.
 
-    Fields that are not named here are as in :class:`bus.messages.EngineFacts`.
+    Fields that are not named here are as in :class:`bus.messages.EngineProperties`.
 
     Attributes:
         closed: whether the engine's admission was closed when the adapter started, for whatever
@@ -110,38 +77,9 @@ class EngineInfo:
         ends_with_sidecar: whether closing the adapter stops the engine.
     """
 
-    kind: str
-    software: str
-    model: str
-    dp_rank: int
-    dp_size: int
-    workers: int
-    backends: tuple[str, ...]
-    endpoint: str
-    can_sleep: bool = False
-    draft: bool = False
-    canary: CanaryMode = ""
     closed: bool = False
     booted_closed: bool = False
     ends_with_sidecar: bool = False
-    features: Mapping[str, str] = field(default_factory=dict)
-    untested: str = ""
-    dtype: str = ""
-    limits: RequestLimits = NO_LIMITS
-    kv_connectors: Mapping[str, str] = field(default_factory=dict)
-
-    def facts(self, **placed: Any) -> EngineFacts:
-        """Returns the facts about this engine that its JOIN carries to the broker.
-
-        Args:
-            placed: the fields of :class:`bus.messages.EngineFacts` that come from the sidecar and
-                not from the adapter, such as ``dp_group``. They replace fields of the same name.
-        """
-        names = {each.name for each in fields(EngineFacts)} - placed.keys()
-        found: dict[str, Any] = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name in names
-        }
-        return EngineFacts(**found, **placed)
 
 
 @runtime_checkable

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import anyio
+from msgspec import structs
 
 from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
 from bus.keys import security
 from bus.messages import (
+    EngineFacts,
     Envelope,
     Heartbeat,
     HeartbeatAck,
@@ -60,7 +61,6 @@ from sidecar.supervised_tasks import SupervisedTasks
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
-    from types import TracebackType
 
     from bus.messages import PdRole
     from bus.protocol.engine.operations import ReceiveChunk, SwapStaged
@@ -158,7 +158,7 @@ class Sidecar:
         """
         try:
             info = await self.engine.start()
-            self.info = replace(info, endpoint=advertised(info.endpoint, self._advertise))
+            self.info = structs.replace(info, endpoint=advertised(info.endpoint, self._advertise))
             with answers_within(START_ANSWER_S, "the engine"):
                 version = await self.engine.version()
             self.session = EngineSession(
@@ -223,12 +223,7 @@ class Sidecar:
             raise BusClosed("start() first, or use `async with`")
         return self._peer
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _kind: object, exc: BaseException | None, *_: object) -> None:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:
@@ -293,7 +288,8 @@ class Sidecar:
 
     def _join(self) -> Join:
         assert self.info is not None
-        facts = self.info.facts(
+        facts = EngineFacts(
+            **self.info.properties(),
             closed=self.session.admission.closed,
             run=self._client.link.run or f"{self._client.boot:x}",
             dp_group=self.dp_group,
@@ -308,7 +304,7 @@ class Sidecar:
 
     def _beat(self) -> Heartbeat:
         closed = self.session.admission.closed or self._is_frozen or self._departure.begun
-        return replace(self.session.beat(), closed=closed)
+        return structs.replace(self.session.beat(), closed=closed)
 
     # -- events -----------------------------------------------------------------
 

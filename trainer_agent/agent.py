@@ -46,7 +46,6 @@ from trainer_agent.weights.source import Weights, copy_source
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import TracebackType
 
     from bus.protocol.core.link import LinkConfig
     from bus.runtime.interfaces import ClientTransport
@@ -234,12 +233,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- updates ----------------------------------------------------------------

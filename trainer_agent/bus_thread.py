@@ -142,12 +142,7 @@ class BusThread(Generic[Client]):
     def __enter__(self) -> Self:
         return self.connect()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pid == os.getpid():  # else nothing is connected here
             self.close()
 

@@ -29,7 +29,7 @@ from bus.messages import (
     ProbeReport,
     ProbeResult,
 )
-from trainer_agent.failures import own_nack
+from bus.protocol.core.failures import Failure
 
 if TYPE_CHECKING:
     from bus.errors import Refused
@@ -193,4 +193,4 @@ def _describe(each: Differing) -> str:
 
 def _canary_failed(update_id: str, detail: str, hint: str = "") -> Refused:
     code = NackCode.CANARY_FAILED
-    return refusal(own_nack(code, detail, step="probe", update_id=update_id, hint=hint))
+    return refusal(Failure(code, detail, hint=hint).nack("probe", update_id))

@@ -102,7 +102,7 @@ class Connection:
         self._steps: dict[int, Message] = {}  # steps of all engines, in order
         self._changed = asyncio.Event()
         self._progress_ms = 0.0  # when the last step was done
-        self.delivery = GuaranteedDelivery(self)
+        self.delivery = GuaranteedDelivery(self.ask, lambda: self.is_joined)
         self.lost_rank: Nack | None = None
         self.tensors_taken = self.pid = 0  # pid: of the process that has connected
         self._known = _KnownEngines()

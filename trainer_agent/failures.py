@@ -14,44 +14,15 @@ from bus.messages import (
     GROUP_STEPS,
     WIRE_NAMES,
     ChunkSent,
-    Nack,
     NackCode,
     WeightChunkMeta,
     step_name,
 )
 from bus.protocol.core.config import BROKER_NAME
+from bus.protocol.core.failures import Failure
 
 if TYPE_CHECKING:
-    from bus.messages import GroupStatus, Message, WaitView
-
-
-def own_nack(
-    code: NackCode,
-    detail: str,
-    *,
-    step: str = "update",
-    update_id: str = "",
-    chunk: int = 0,
-    field: str = "",
-    peer: str = "",
-    hint: str = "",
-) -> Nack:
-    """Returns a NACK that the trainer's process itself makes.
-
-    The arguments are fields of :class:`bus.messages.Nack`.
-    """
-    return Nack(
-        code=code,
-        step=step,
-        update_id=update_id,
-        chunk=chunk,
-        detail=detail[:4096],
-        field=field,
-        peer=peer,
-        tensor="",
-        hint=hint,
-        retry_after_ms=0,
-    )
+    from bus.messages import GroupStatus, Message, Nack, WaitView
 
 
 def require_process(pid: int, broker: str) -> None:
@@ -81,8 +52,8 @@ def nack_of(error: BaseException) -> Nack:
     detail = f"rank 0: {type(error).__name__}: {error}"
     if isinstance(error, BusTimeout):
         step, chunk = error.step or "update", error.chunk or 0
-        return own_nack(NackCode.TIMEOUT, detail, step=step, chunk=chunk, peer=error.peer)
-    return own_nack(NackCode.CANCELLED, detail)
+        return Failure(NackCode.TIMEOUT, detail, error.peer).nack(step, chunk=chunk)
+    return Failure(NackCode.CANCELLED, detail).nack("update")
 
 
 # How many engines an error names.

@@ -9,7 +9,7 @@ answered, so that they cannot overtake an undo.
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import anyio
 
@@ -18,41 +18,28 @@ from bus.errors import BusClosed, BusTimeout, Refused, WavebusError
 from bus.messages import Abort, GroupAck, Message, Resume, TrainerStep
 from bus.protocol.core.config import BROKER_NAME
 
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
 UndoMessage: TypeAlias = Abort | Resume | TrainerStep
-M = TypeVar("M", bound=Message)
 
 # How long to wait for the answers of a broker that is reachable.
 CLEANUP_S: Final = 30.0
 _POLL_S: Final = 0.05
 
 
-class Requester(Protocol):
-    """The methods of :class:`trainer_agent.connection.Connection` that delivery needs."""
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the broker has accepted the join and sends frames."""
-
-    async def ask(
-        self,
-        message: Message,
-        expect: type[M],
-        *,
-        timeout_s: float | None = None,
-        even_if_silent: bool = False,
-    ) -> M:
-        """Repeats a request until it is answered, as :meth:`Connection.ask` does."""
-
-
 class GuaranteedDelivery:
     """Repeats ABORT, RESUME and TRAINER_STEP until the broker answers them.
 
     Args:
-        connection: the trainer's connection to the broker.
+        ask: repeats a request until it is answered, as :meth:`Connection.ask` does.
+        is_joined: returns whether the broker has accepted the join and sends frames.
     """
 
-    def __init__(self, connection: Requester) -> None:
-        self._connection = connection
+    def __init__(
+        self, ask: Callable[..., Awaitable[Message]], is_joined: Callable[[], bool]
+    ) -> None:
+        self._ask, self._is_joined = ask, is_joined
         self._open_tasks: set[asyncio.Task[WavebusError | None]] = set()
         self._log = bus.log.logger()
 
@@ -68,7 +55,7 @@ class GuaranteedDelivery:
         self._open_tasks.add(sending)
         sending.add_done_callback(self._open_tasks.discard)
         with anyio.move_on_after(CLEANUP_S, shield=True):
-            while not sending.done() and self._connection.is_joined:
+            while not sending.done() and self._is_joined():
                 await asyncio.wait([sending], timeout=_POLL_S)
         if sending.done():
             return sending.result()
@@ -95,9 +82,7 @@ class GuaranteedDelivery:
         expect = TrainerStep if isinstance(message, TrainerStep) else GroupAck
         while True:
             try:
-                answer = await self._connection.ask(
-                    message, expect, timeout_s=CLEANUP_S, even_if_silent=True
-                )
+                answer = await self._ask(message, expect, timeout_s=CLEANUP_S, even_if_silent=True)
             except BusTimeout as late:
                 if late.peer != BROKER_NAME:  # the broker has it, and waits for an engine
                     return late

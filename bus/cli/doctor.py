@@ -20,7 +20,7 @@ from bus.cli import features
 from bus.cli.options import NamedPath, broker_option, checked, echo, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.net import check_url, is_loopback
-from bus.runtime.event_loop import choose_loop, run
+from bus.runtime.event_loop import has_uvloop, run
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
 
@@ -135,12 +135,9 @@ def _all_checks(options: Options) -> Iterator[Check]:
         try:
             yield from entry.load()(options)
         except ModuleNotFoundError as error:
-            yield Check(
-                entry.name,
-                "note",
-                f"role not usable here: {error.name} is not installed",
-                f"pip install 'wavebus[{'sidecar' if entry.name == 'sidecar' else 'trainer'}]'",
-            )
+            detail = f"role not usable here: {error.name} is not installed"
+            extra = "sidecar" if entry.name == "sidecar" else "trainer"
+            yield Check(entry.name, "note", detail, f"pip install 'wavebus[{extra}]'")
 
 
 def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -> None:
@@ -187,31 +184,23 @@ def _packages() -> Check:
 
 
 def _loop() -> Check:
-    if choose_loop("auto") == "uvloop":
+    if has_uvloop():
         return Check("event loop", "ok", "uvloop")
-    return Check(
-        "event loop", "note", "asyncio", "pip install 'wavebus[fast]' for a faster event loop"
-    )
+    hint = "pip install 'wavebus[fast]' for a faster event loop"
+    return Check("event loop", "note", "asyncio", hint)
 
 
 def _clock() -> Check:
     resolution_ms = time.get_clock_info("monotonic").resolution * 1000
     if resolution_ms > 1:
-        return Check(
-            "clock",
-            "warn",
-            f"the monotonic clock has steps of {resolution_ms:.1f} ms",
-            "durations in logs are no more precise than that",
-        )
+        detail = f"the monotonic clock has steps of {resolution_ms:.1f} ms"
+        return Check("clock", "warn", detail, "durations in logs are no more precise than that")
     built = os.stat(__file__).st_mtime  # noqa: PTH116
     if time.time() + 86_400 < built:
-        return Check(
-            "clock",
-            "warn",
-            f"the wall clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, which is "
-            "before this file was installed",
-            "set it (NTP), or the logs of several hosts can't be compared",
-        )
+        said = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+        detail = f"the wall clock says {said} UTC, which is before this file was installed"
+        hint = "set it (NTP), or the logs of several hosts can't be compared"
+        return Check("clock", "warn", detail, hint)
     return Check("clock", "ok", f"monotonic, steps of {resolution_ms * 1e6:.0f} ns")
 
 
@@ -221,12 +210,9 @@ def _files() -> Check:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < ENOUGH_FILES:
-        return Check(
-            "file descriptors",
-            "warn",
-            f"limit {soft} (hard {hard}): enough for about {soft // 3} peers",
-            "ulimit -n 65536, before a broker of many engines",
-        )
+        detail = f"limit {soft} (hard {hard}): enough for about {soft // 3} peers"
+        hint = "ulimit -n 65536, before a broker of many engines"
+        return Check("file descriptors", "warn", detail, hint)
     return Check("file descriptors", "ok", f"limit {soft}")
 
 
@@ -247,9 +233,8 @@ def _broker(address: str, how: Security | None) -> Check:
     try:
         run(_bind(address))
     except UsageError as error:
-        return Check(
-            "broker", "warn", f"nobody answers, and {error}", "another program has the port"
-        )
+        detail = f"nobody answers, and {error}"
+        return Check("broker", "warn", detail, "another program has the port")
     return Check("broker", "note", f"none at {address}; the port is free", "wavebus broker")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
+from msgspec import structs
 
 from bus.cli.options import broker_option, echo, json_option, key_options, timeout_option
 from bus.errors import UsageError
@@ -36,7 +36,7 @@ def status(
     Exits with 3 if no broker answers.
     """
     answer = run(fetch_status(address.broker, timeout_s=timeout_s, security=keys.security()))
-    answer = dataclasses.replace(answer, groups=groups_of(answer, group))
+    answer = structs.replace(answer, groups=groups_of(answer, group))
     if as_json:
         echo(msgspec.json.encode(answer).decode())
     else:

@@ -106,18 +106,12 @@ def describe(record: Record) -> str:
 
 def summary(message: Message) -> str:
     """Returns a message's fields as text, without empty ones, and with long ones shortened."""
-    fields = ((name, getattr(message, name)) for name in fields_of(message))
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
     return " ".join(
         f"{name}={_short(value)}"
         for name, value in fields
         if name in _SHOWN_AS_ZERO or value not in ("", (), None, 0, {}, False)
     )
-
-
-def fields_of(message: Message) -> tuple[str, ...]:
-    """Returns the names of a message's fields."""
-    names: tuple[str, ...] = type(message).__match_args__
-    return names
 
 
 def line(entry: Entry) -> str:

@@ -8,10 +8,10 @@ the same frames. The broker's server sends them at once, but gathers the answers
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from bus.errors import DecodeError
 from bus.journal.explain import findings
@@ -26,7 +26,7 @@ from bus.journal.records import (
     RecordsLost,
     TimerFired,
 )
-from bus.journal.render import describe, fields_of, peer_of, summary
+from bus.journal.render import describe, peer_of, summary
 from bus.messages import WIRE_NAMES, HeartbeatAck, Status, codec
 from bus.protocol.broker.broker import Broker
 from bus.protocol.core.effects import Note, Send
@@ -278,7 +278,7 @@ def _mismatch(expected: Send, record: FrameSent) -> str:
             return f"its {name} is {was!r}, expected {is_now!r}"
     # Encode and decode, so that the fields have the types of the frame's.
     again = codec.decode_body(_with_body(envelope, expected.message))
-    for name in fields_of(message):
+    for name in message.__struct_fields__:
         is_now, was = getattr(again, name), getattr(message, name)
         if is_now != was:
             return f"its {name} is {was!r}, expected {is_now!r}"
@@ -286,4 +286,4 @@ def _mismatch(expected: Send, record: FrameSent) -> str:
 
 
 def _with_body(envelope: Envelope, message: Message) -> Envelope:
-    return msgspec.structs.replace(envelope, body=codec.encode_body(message))
+    return replace(envelope, body=codec.encode_body(message))

@@ -1,4 +1,4 @@
-"""The messages of the bus, as frozen dataclasses.
+"""The messages of the bus, as frozen structs.
 
 A frame on the wire is one MessagePack map, the :class:`Envelope`. Its ``body`` is the map of one
 message. Field names carry units. Tensors are not sent as messages; see :mod:`bus.weight_transfer`.

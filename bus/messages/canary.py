@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from bus.messages.types import (
     MAX_PROBE_TOKENS,
@@ -21,8 +20,7 @@ from bus.messages.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Probe(Message):
+class Probe(Message, frozen=True):
     """Trainer to broker to engines: run these probes before the COMMIT.
 
     Attributes:
@@ -38,8 +36,7 @@ class Probe(Message):
     salt: ShortText
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
+class ProbeResult(Struct, frozen=True):
     """The result of one prompt: the generated tokens, and the log-probability of each."""
 
     tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_PROBE_TOKENS)]
@@ -49,8 +46,7 @@ class ProbeResult:
 ProbeResults = Annotated[tuple[ProbeResult, ...], Meta(max_length=MAX_PROBES)]
 
 
-@dataclass(frozen=True, slots=True)
-class Probed(Message):
+class Probed(Message, frozen=True):
     """Engine to broker: one result per prompt. ``duration_ms``: how long all probes took."""
 
     update_id: UpdateId
@@ -58,16 +54,14 @@ class Probed(Message):
     duration_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProbes:
+class EngineProbes(Struct, frozen=True):
     """The probe results of one engine."""
 
     engine: ShortText
     results: ProbeResults
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeReport(Message):
+class ProbeReport(Message, frozen=True):
     """Broker to trainer: the probe results of every engine in the update.
 
     Attributes:
@@ -85,8 +79,7 @@ class ProbeReport(Message):
     duration_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Differing:
+class Differing(Struct, frozen=True):
     """An engine that failed the canary, and how.
 
     Attributes:

@@ -1,24 +1,27 @@
 """Encodes messages as frames, and decodes frames: typed, strict and bounded.
 
-msgspec decodes straight into the dataclasses of :mod:`bus.messages`, and checks types and bounds.
+msgspec decodes straight into the structs of :mod:`bus.messages`, and checks types and bounds.
 It accepts undeclared fields, duplicate fields, and missing fields that have a default. To find
 these, the decoder encodes the message again. If the bytes differ, msgpack's own bounded reader
-reads the body, and each field is checked by name.
+reads both, and their maps are compared: every field is required, once, and no other is accepted.
 
-Wire versions are major.minor. Frames of the same major version are read if the minor versions
-differ by at most one; others are refused with a reason. The envelope never changes within a major
-version. A minor version may add messages, and fields with defaults: the newer side takes the
-default of a field that an older peer omits, and the older side ignores unknown fields. Between
-equal versions every field is required, and no other is accepted.
+Frames of another wire version are refused with a reason. The envelope never changes, so that the
+reason can be given.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
-import types
-from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgpack
 import msgspec
@@ -26,14 +29,16 @@ import msgspec
 from bus.errors import DecodeError
 from bus.messages import (
     MAX_FRAME_BYTES,
-    WIRE_MAJOR,
-    WIRE_MINOR,
     WIRE_NAMES,
+    WIRE_VERSION,
     Ack,
     Envelope,
     Message,
     NackCode,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 M = TypeVar("M", bound=Message)
 _encode = msgspec.msgpack.Encoder().encode
@@ -44,30 +49,10 @@ _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
-@functools.cache
-def _inner_classes(cls: type) -> dict[str, type | None]:
-    """Returns, for every field of a dataclass, the dataclass in the field, or None."""
-    return {name: _dataclass_in(hint) for name, hint in get_type_hints(cls).items()}
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    """Returns the dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, or None."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return hint
-    if get_origin(hint) in (Union, types.UnionType, tuple):
-        for arg in get_args(hint):
-            found = _dataclass_in(arg)
-            if found:
-                return found
-    return None
-
-
 # An envelope's first byte: MessagePack's fixmap with its number of fields. All are required.
 _ENVELOPE_HEAD: Final = 0x80 | len(Envelope.__struct_fields__)
-# The class and decoder of each message, by wire name.
-_KINDS: Final = {
-    name: (cls, msgspec.msgpack.Decoder(cls).decode) for cls, name in WIRE_NAMES.items()
-}
+# The decoder of each message, by wire name.
+_KINDS: Final = {name: msgspec.msgpack.Decoder(cls).decode for cls, name in WIRE_NAMES.items()}
 
 
 def encode_body(message: Message) -> msgspec.Raw:
@@ -92,12 +77,10 @@ def clip(message: M) -> M:
 
 
 def _clip(value: Any, hint: Any) -> Any:
-    is_struct = isinstance(value, msgspec.Struct)
-    if is_struct or dataclasses.is_dataclass(value):
+    if isinstance(value, msgspec.Struct):
         hints = get_type_hints(type(value), include_extras=True)
         cut = {name: _clip(getattr(value, name), inner) for name, inner in hints.items()}
-        replace: Any = msgspec.structs.replace if is_struct else dataclasses.replace
-        return replace(value, **cut)
+        return msgspec.structs.replace(value, **cut)
     bound = None
     if get_origin(hint) is Annotated:
         hint, *metas = get_args(hint)
@@ -141,7 +124,7 @@ def encode_frame(
         group: the group that the message concerns; empty: none.
         epoch: the group's fencing epoch.
     """
-    head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], msg_id or seq, reply_to)
+    head = (WIRE_VERSION, WIRE_NAMES[type(message)], msg_id or seq, reply_to)
     return _encode(Envelope(*head, sender, boot, group, epoch, seq, encode_body(message)))
 
 
@@ -171,14 +154,13 @@ def decode_envelope(frame: bytes) -> Envelope:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _explain(error, "") from error
     if frame[0] != _ENVELOPE_HEAD:
-        _check_fields(_read(frame), Envelope, "the envelope", WIRE_MINOR)
-    major, minor = envelope.wire_major, envelope.wire_minor
-    if major != WIRE_MAJOR or abs(minor - WIRE_MINOR) > 1:
+        _check_names(_read(frame), Envelope.__struct_fields__, "the envelope")
+    if envelope.wire_version != WIRE_VERSION:
         raise DecodeError(
             NackCode.WIRE_VERSION,
-            "wire_major" if major != WIRE_MAJOR else "wire_minor",
-            f"{envelope.sender} speaks wire version {major}.{minor}, this side "
-            f"{WIRE_MAJOR}.{WIRE_MINOR}; they may be one minor version apart",
+            "wire_version",
+            f"{envelope.sender} speaks wire version {envelope.wire_version}, this side "
+            f"{WIRE_VERSION}",
         )
     return envelope
 
@@ -189,14 +171,14 @@ def decode_body(envelope: Envelope) -> Message:
         raise DecodeError(
             NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"
         )
-    cls, decode_into = _KINDS[envelope.kind]
+    decode_into = _KINDS[envelope.kind]
     body = bytes(envelope.body)
     try:
         message: Message = decode_into(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _explain(error, envelope.kind) from error
-    if envelope.wire_minor != WIRE_MINOR or _encode(message) != body:
-        _check_fields(_read(body), cls, envelope.kind, envelope.wire_minor)
+    if (whole := _encode(message)) != body:
+        _check_fields(_read(body), _read(whole), envelope.kind)
     return message
 
 
@@ -225,47 +207,38 @@ class _Pairs(list[tuple[str, Any]]):
     """The key-value pairs of a map, as a list, which shows duplicate keys."""
 
 
-def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
-    """Returns the error that names an undeclared, duplicate or missing field."""
-    known = _inner_classes(cls)
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key not in known:
-            return DecodeError(NackCode.MALFORMED, str(key)[:64], f"{where} has no such field")
-        if key in seen:
-            return DecodeError(NackCode.MALFORMED, key, f"it appears twice in {where}")
-        seen.add(key)
-    missing = next(name for name in known if name not in seen)
-    return DecodeError(NackCode.MALFORMED, missing, f"{where} needs it")
-
-
-def _check_fields(value: Any, cls: type, path: str, minor: int) -> None:
-    """Checks the field names of a map and of its nested maps.
-
-    Args:
-        value: the decoded map; anything else is accepted.
-        cls: the dataclass that the map encodes.
-        path: the map's place in the frame, for errors.
-        minor: the sender's minor wire version.
+def _check_names(pairs: _Pairs, known: Collection[str], where: str) -> None:
+    """Checks that a map has these fields, each once.
 
     Raises:
-        DecodeError: a field is undeclared, and the peer is not newer; or missing, and the peer is
-            not older; or duplicate.
+        DecodeError: names the undeclared, duplicate or missing field.
     """
-    if not isinstance(value, _Pairs):
-        return
-    fields = _inner_classes(cls)
-    known = _Pairs(pair for pair in value if pair[0] in fields)
-    if minor <= WIRE_MINOR and len(known) != len(value):
-        raise _extra_field(value, cls, path)
-    names = {key for key, _ in known}
-    if len(names) != len(known) or (minor >= WIRE_MINOR and len(names) < len(fields)):
-        raise _extra_field(known, cls, path)
-    for key, inner in known:
-        inner_cls = fields[key]
-        if inner_cls is not None:
-            for item in inner if type(inner) is list else [inner]:
-                _check_fields(item, inner_cls, f"{path}.{key}", minor)
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name not in known:
+            raise DecodeError(NackCode.MALFORMED, str(name)[:64], f"{where} has no such field")
+        if name in seen:
+            raise DecodeError(NackCode.MALFORMED, name, f"it appears twice in {where}")
+        seen.add(name)
+    for name in known:
+        if name not in seen:
+            raise DecodeError(NackCode.MALFORMED, name, f"{where} needs it")
+
+
+def _check_fields(found: Any, whole: Any, where: str) -> None:
+    """Checks the field names of a map and of the maps in it; ``whole`` has exactly the right ones.
+
+    Raises:
+        DecodeError: as :func:`_check_names`.
+    """
+    if isinstance(whole, _Pairs):
+        known = dict(whole)
+        _check_names(found, known, where)
+        for name, value in found:
+            _check_fields(value, known[name], f"{where}.{name}")
+    elif isinstance(whole, list):
+        for each, other in zip(found, whole, strict=True):
+            _check_fields(each, other, where)
 
 
 def _explain(error: Exception, where: str) -> DecodeError:

@@ -13,10 +13,8 @@ from bus.messages.types import Count, Serial
 class Envelope(msgspec.Struct, frozen=True, gc=False):
     """The fields of every frame: sender, message id, epoch, and the encoded message.
 
-    A ``Struct``, because creating a frozen dataclass of eleven fields takes ten times as long.
-
     Attributes:
-        wire_major, wire_minor: the sender's wire version; see :mod:`bus.messages.codec`.
+        wire_version: the sender's wire version; see :mod:`bus.messages.codec`.
         kind: the message's wire name, such as ``COMMIT``.
         id: names the message. A repeated message keeps its id.
         reply_to: the id of the message that this one answers; 0: none.
@@ -28,8 +26,7 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
         body: the encoded message.
     """
 
-    wire_major: Count
-    wire_minor: Count
+    wire_version: Count
     kind: Annotated[str, Meta(max_length=64)]
     id: Count
     reply_to: Count

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field
 
 from bus.messages.types import (
     NO_LIMITS,
@@ -29,67 +28,78 @@ from bus.messages.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """An engine's properties, and its state when it joins (or joins again).
+class EngineProperties(Struct, frozen=True):
+    """An engine's properties, as its adapter reports them and every other record of it has them.
 
     Attributes:
         kind: the adapter: ``embedded``, ``vllm`` or ``vllm-http``.
         software: the engine's software behind the adapter, with its version.
         model: the name of the served model.
-        dp_group: the engine's DP group, in which it is rank ``dp_rank`` of ``dp_size``.
+        dp_rank, dp_size: its number in its DP group, and how many ranks that has.
         workers: how many worker processes (TP x PP) the engine has.
         backends: the transports over which the engine can receive weights.
         endpoint: the URL that takes requests; empty: none over the network.
         can_sleep: the engine was started with sleep support, so it can give memory back.
         draft: the engine has a draft model whose weights can be updated.
-        supervised: if the engine ends, its supervisor restarts it with all ranks of its DP group.
         canary: how a pause must treat requests while probes run; empty: the engine can't run
             probes.
-        version: the version that the engine serves.
-        phase: the engine's state.
-        update_id: the pause or update to which ``phase`` refers; empty: none.
-        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
-        closed: as in :class:`Heartbeat`.
         features: features that its vLLM lacks, with the reason; empty: all work.
         untested: a warning that wavebus was not tested with its vLLM version; empty: it was.
         dtype: the model's dtype, by torch's name (``bfloat16``); empty: unknown.
         limits: which requests the engine takes.
-        run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
-            it has joined any group.
-        pd_role: whether the engine only prefills, or only decodes; empty: it does both.
         kv_connectors: how updates treat its KV connectors.
     """
 
     kind: ShortText
     software: ShortText
     model: ShortText
-    dp_group: Name
     dp_rank: Count
     dp_size: Size
     workers: Size
     backends: Annotated[tuple[ShortText, ...], Meta(max_length=32)]
     endpoint: ShortText
-    can_sleep: bool
-    draft: bool
+    can_sleep: bool = False
+    draft: bool = False
+    canary: CanaryMode = ""
+    features: Features = field(default_factory=dict)
+    untested: ShortText = ""
+    dtype: ShortText = ""
+    limits: RequestLimits = NO_LIMITS
+    kv_connectors: KvConnectors = field(default_factory=dict)
+
+    def properties(self) -> dict[str, Any]:
+        """Returns these properties by name, without those that a subclass adds."""
+        return {name: getattr(self, name) for name in EngineProperties.__struct_fields__}
+
+
+class EngineFacts(EngineProperties, frozen=True, kw_only=True):
+    """An engine's properties, and its state when it joins (or joins again).
+
+    Attributes:
+        dp_group: the engine's DP group, in which it is rank ``dp_rank`` of ``dp_size``.
+        supervised: if the engine ends, its supervisor restarts it with all ranks of its DP group.
+        version: the version that the engine serves.
+        phase: the engine's state.
+        update_id: the pause or update to which ``phase`` refers; empty: none.
+        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
+        closed: as in :class:`Heartbeat`.
+        run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
+            it has joined any group.
+        pd_role: whether the engine only prefills, or only decodes; empty: it does both.
+    """
+
+    dp_group: Name
     supervised: bool
-    canary: CanaryMode
     version: Serial
     phase: Phase
     update_id: UpdateId
     peer_address: ShortText
     closed: bool = False
-    features: Features = field(default_factory=dict)
-    untested: ShortText = ""
-    dtype: ShortText = ""
-    limits: RequestLimits = NO_LIMITS
     run: ShortText = ""
     pd_role: PdRole = ""
-    kv_connectors: KvConnectors = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorFacts:
+class CoordinatorFacts(Struct, frozen=True):
     """A DP coordinator's DP group, and the state of its wave when it joins.
 
     Attributes:
@@ -107,8 +117,7 @@ class CoordinatorFacts:
     rank: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Join(Message):
+class Join(Message, frozen=True):
     """Peer to broker: a request to join the bus. The envelope names the peer and its group.
 
     Attributes:
@@ -126,8 +135,7 @@ class Join(Message):
     coordinator: CoordinatorFacts | None
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Broker to peer: the JOIN is accepted. The envelope carries the epoch that is granted.
 
     Attributes:
@@ -144,8 +152,7 @@ class Welcome(Message):
     run: ShortText = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Peer to broker: the peer is alive.
 
     Attributes:
@@ -165,8 +172,7 @@ class Heartbeat(Message):
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CoreStatus(Message):
+class CoreStatus(Message, frozen=True):
     """Engine to broker: the content of an engine core's status page.
 
     Attributes:
@@ -189,8 +195,7 @@ class CoreStatus(Message):
     untagged: Serial = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Restart(Message):
+class Restart(Message, frozen=True):
     """Broker to engines: the engine or its DP group is stuck and must restart.
 
     The sidecar ends the engine and itself, so that the supervisor restarts both. ``reason`` is the
@@ -200,8 +205,7 @@ class Restart(Message):
     reason: LongText
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatAck(Message):
+class HeartbeatAck(Message, frozen=True):
     """Broker to peer: the broker is alive. Answers a heartbeat.
 
     Attributes:
@@ -216,8 +220,7 @@ class HeartbeatAck(Message):
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRank:
+class PeerRank(Struct, frozen=True):
     """One rank of a DP group, as its peer ranks reach it.
 
     Attributes:
@@ -235,15 +238,13 @@ class PeerRank:
     boot: Serial = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRanks(Message):
+class PeerRanks(Message, frozen=True):
     """Broker to engine: all ranks of its DP group. Sent once the DP group is complete."""
 
     peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseVote(Message):
+class LeaseVote(Message, frozen=True):
     """Engine to its peer ranks: its position when a pause lease is over.
 
     Attributes:
@@ -263,8 +264,7 @@ class LeaseVote(Message):
     asks: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Peer to broker: the peer leaves the bus."""
 
     reason: LongText

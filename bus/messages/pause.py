@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bus.messages.types import (
     Count,
     Escalation,
@@ -16,8 +14,7 @@ from bus.messages.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PauseLocal(Message):
+class PauseLocal(Message, frozen=True):
     """Trainer to broker to engines: pause; with two phases, the first one.
 
     An engine acknowledges it when its pause call is queued; with ``one_phase``, when that call has
@@ -48,15 +45,13 @@ class PauseLocal(Message):
     one_phase: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PauseGlobal(Message):
+class PauseGlobal(Message, frozen=True):
     """Broker to engines: pause, phase 2. Acknowledged when the pause call has returned."""
 
     update_id: UpdateId
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep(Message):
+class Sleep(Message, frozen=True):
     """Trainer to broker to engines: give memory back, in the pause ``update_id``.
 
     Level 1 keeps the weights in the host's memory, level 2 discards them. Both drop KV caches, also
@@ -67,15 +62,13 @@ class Sleep(Message):
     level: SleepLevel
 
 
-@dataclass(frozen=True, slots=True)
-class Wake(Message):
+class Wake(Message, frozen=True):
     """Trainer to broker to engines: allocate the weights' memory; KV caches wait for RESUME."""
 
     update_id: UpdateId
 
 
-@dataclass(frozen=True, slots=True)
-class Resume(Message):
+class Resume(Message, frozen=True):
     """Trainer to broker to engines: schedule requests again. Engines that sleep wake up.
 
     ``version`` is set by the broker: the version that the group serves. A stale engine resumes with

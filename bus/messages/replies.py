@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from bus.messages.types import (
@@ -47,8 +45,8 @@ def step_name(step: str, chunk: int) -> str:
     return f"chunk {chunk}" if step == Step.CHUNK else step
 
 
-class Ack(Message, msgspec.Struct, frozen=True):
-    """Engine to broker: the step is done. A ``Struct`` for speed, like the envelope.
+class Ack(Message, frozen=True):
+    """Engine to broker: the step is done.
 
     Attributes:
         step: the step.
@@ -113,8 +111,7 @@ class NackCode(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class Nack(Message):
+class Nack(Message, frozen=True):
     """Peer or broker, to the sender: the request is refused, or its step has failed.
 
     Attributes:
@@ -142,8 +139,7 @@ class Nack(Message):
     retry_after_ms: Count
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerStep(Message):
+class TrainerStep(Message, frozen=True):
     """Rank 0 of a trainer to broker to followers: the progress of an update.
 
     Attributes:
@@ -161,8 +157,7 @@ class TrainerStep(Message):
     meeting: Annotated[bytes, Meta(max_length=MAX_MEETING_BYTES)]
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitStep(Message):
+class AwaitStep(Message, frozen=True):
     """Follower to broker: answer with this TRAINER_STEP as soon as rank 0 has sent it.
 
     Attributes:
@@ -174,8 +169,7 @@ class AwaitStep(Message):
     point: TrainerPoint
 
 
-@dataclass(frozen=True, slots=True)
-class GroupAck(Message):
+class GroupAck(Message, frozen=True):
     """Broker to trainer: every engine of the group has done the step.
 
     Attributes:

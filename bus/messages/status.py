@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
+from bus.messages.membership import EngineProperties
 from bus.messages.types import (
     NO_LIMITS,
     CorePhase,
     Count,
-    Features,
-    KvConnectors,
     LongText,
     Message,
     Name,
@@ -24,8 +22,7 @@ from bus.messages.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WaitEngines(Message):
+class WaitEngines(Message, frozen=True):
     """Trainer to broker: answer with GROUP_VIEW as soon as enough engines are ready.
 
     Attributes:
@@ -37,59 +34,44 @@ class WaitEngines(Message):
     timeout_ms: Count
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(EngineProperties, frozen=True, kw_only=True):
     """The broker's view of one engine.
 
     Attributes:
         name: the engine's name.
         dp_group: its DP group, in which it is rank ``dp_rank``.
-        endpoint, kind, software, draft: as in :class:`bus.messages.EngineFacts`.
         version: the version that it serves.
         phase: its state.
         in_flight: how many requests it has.
         host, pid: the host and process id of its sidecar.
         last_heard_ms: how long ago the broker received a sign of life, in ms.
-        backends: as in :class:`bus.messages.EngineFacts`.
         core_phase: what its core does, by the sidecar's last report; empty: there is no report.
         core_since_ms: how long the core has been in ``core_phase``, in ms.
         core_step: how many steps the core has run.
         core_wave: the number of the core's wave.
-        features, untested, dtype: as in :class:`bus.messages.EngineFacts`.
         waiting: how many requests wait in the core.
-        pd_role, kv_connectors: as in :class:`bus.messages.EngineFacts`.
         untagged: as in :class:`bus.messages.CoreStatus`.
+        pd_role: as in :class:`bus.messages.EngineFacts`.
     """
 
     name: ShortText
     dp_group: ShortText
-    dp_rank: Count
-    endpoint: ShortText
-    kind: ShortText
-    software: ShortText
-    draft: bool
     version: Count
     phase: ShortText
     in_flight: Count
     host: ShortText
     pid: Count
     last_heard_ms: float
-    backends: tuple[ShortText, ...]
     core_phase: CorePhase
     core_since_ms: float
     core_step: Count
     core_wave: Count
-    features: Features = field(default_factory=dict)
-    untested: ShortText = ""
-    dtype: ShortText = ""
     waiting: Count = 0
-    pd_role: PdRole = ""
-    kv_connectors: KvConnectors = field(default_factory=dict)
     untagged: Count = 0
+    pd_role: PdRole = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DpGroupView:
+class DpGroupView(Struct, frozen=True):
     """The broker's view of one DP group.
 
     Attributes:
@@ -117,21 +99,18 @@ class DpGroupView:
     started_by: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GroupView(Message):
+class GroupView(Message, frozen=True):
     """Broker to trainer: the ready engines of the group, and the version that it serves."""
 
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     version: Count
 
 
-@dataclass(frozen=True, slots=True)
-class StatusRequest(Message):
+class StatusRequest(Message, frozen=True):
     """Any peer to broker: answer with STATUS."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaitView:
+class WaitView(Struct, frozen=True):
     """An acknowledgement, or a trainer's chunk, that the group waits for.
 
     Attributes:
@@ -150,8 +129,7 @@ class WaitView:
     waited_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class OutView:
+class OutView(Struct, frozen=True):
     """An engine of the group that does not serve.
 
     Attributes:
@@ -166,8 +144,7 @@ class OutView:
     reason: LongText
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(Struct, frozen=True):
     """A routable engine.
 
     Attributes:
@@ -185,8 +162,7 @@ class Route:
     pd_role: PdRole = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Routes(Message):
+class Routes(Message, frozen=True):
     """Broker to observers and schedulers: the routable engines of the envelope's group.
 
     All of them serve ``version``. ``revision`` grows by one with each change, until the broker
@@ -198,8 +174,7 @@ class Routes(Message):
     revision: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RoutesChange(Message):
+class RoutesChange(Message, frozen=True):
     """Broker to observers and schedulers: how the routes of the envelope's group have changed.
 
     It changes the routes of the revision before ``revision``; a group that is new to the watcher
@@ -219,15 +194,13 @@ class RoutesChange(Message):
     gone: Annotated[tuple[ShortText, ...], Meta(max_length=16_384)]
 
 
-@dataclass(frozen=True, slots=True)
-class RoutesRequest(Message):
+class RoutesRequest(Message, frozen=True):
     """Watcher to broker: send the ROUTES of this group, because a change was lost."""
 
     group: Name
 
 
-@dataclass(frozen=True, slots=True)
-class RoutesTaken(Message):
+class RoutesTaken(Message, frozen=True):
     """Watcher to broker: the watcher uses the routes of ``revision`` from now on.
 
     It sends no more requests to engines that are not in these routes. With its first ROUTES_TAKEN a
@@ -239,8 +212,7 @@ class RoutesTaken(Message):
     revision: Count
 
 
-@dataclass(frozen=True, slots=True)
-class EndView:
+class EndView(Struct, frozen=True):
     """How an update ended.
 
     Attributes:
@@ -252,8 +224,7 @@ class EndView:
     outcome: LongText
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStatus:
+class GroupStatus(Struct, frozen=True):
     """The broker's view of one group.
 
     Attributes:
@@ -297,8 +268,7 @@ class GroupStatus:
     ended: Annotated[tuple[EndView, ...], Meta(max_length=64)] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Status(Message):
+class Status(Message, frozen=True):
     """Broker to any peer: all groups, and the broker's own process.
 
     Attributes:

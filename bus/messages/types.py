@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-WIRE_MAJOR: Final = 1
-WIRE_MINOR: Final = 6
+WIRE_VERSION: Final = 7
 # A larger frame is refused unread. 16 MiB hold the manifest of 100,000 tensors with names of 100
 # characters.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
@@ -93,16 +91,11 @@ Phase: TypeAlias = Literal[
 ]
 
 
-class Message:
+class Message(Struct, frozen=True):
     """Base of every message. :mod:`bus.messages.registry` lists them."""
 
-    __slots__ = ()
-    if TYPE_CHECKING:
-        __match_args__: ClassVar[tuple[str, ...]]
 
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
+class RequestLimits(Struct, frozen=True):
     """Limits of an engine's requests; 0 where the engine does not report one.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Annotated, TypeAlias
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from bus.messages.canary import Differing
 from bus.messages.types import (
@@ -30,8 +30,7 @@ from bus.messages.types import (
 FirstRanks: TypeAlias = Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTransfer(Message):
+class PlanTransfer(Message, frozen=True):
     """Trainer or observer to broker: name the ranks of a transport of collectives, as ``nccl``.
 
     The answer is TRANSFER_PLAN; nothing changes. ``scope`` names the DP groups whose workers get
@@ -41,17 +40,15 @@ class PlanTransfer(Message):
     scope: Scope = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPlan(Message):
+class TransferPlan(Message, frozen=True):
     """Broker to trainer or observer: the communicator that PLAN_TRANSFER asked for.
 
-    The trainer's sender is its rank 0; :class:`bus.protocol.group.engine_registry.Communicator`
-    says which ranks the workers have.
+    The trainer's sender is its rank 0.
 
     Attributes:
-        communicator: the communicator's number.
+        communicator: the communicator's number. It identifies these engines in this order.
         world_size: how many ranks it has, with the sender's.
-        first_ranks: the rank of each engine's first worker.
+        first_ranks: the rank of each engine's first worker. The engine's other workers follow it.
     """
 
     communicator: Count
@@ -59,8 +56,7 @@ class TransferPlan(Message):
     first_ranks: FirstRanks
 
 
-@dataclass(frozen=True, slots=True)
-class TransferInit(Message):
+class TransferInit(Message, frozen=True):
     """Trainer to broker to engines: open the transport.
 
     Attributes:
@@ -83,8 +79,7 @@ class TransferInit(Message):
     scope: Scope = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TransferDrain(Message):
+class TransferDrain(Message, frozen=True):
     """Trainer to broker to engines: receive over the open transport, and discard what comes.
 
     It ends the broadcast of a sender that has entered it although its update was refused. No
@@ -109,8 +104,7 @@ class TransferDrain(Message):
     scope: Scope = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
+class Staging(Struct, frozen=True):
     """Options of a staged update: loaded into spare memory, then swapped in between two steps.
 
     :mod:`bus.protocol.group.staging` says when staging is possible.
@@ -129,8 +123,7 @@ class Staging:
     clear_cache: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Arm(Message):
+class Arm(Message, frozen=True):
     """Trainer to broker to engines: the manifest and version of an update; engines check them.
 
     Engines answer with ACK, or with ARMED if ``staging`` is set. The broker repeats an ARM without
@@ -196,8 +189,7 @@ class Arm(Message):
         return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
 
 
-@dataclass(frozen=True, slots=True)
-class Armed(Message):
+class Armed(Message, frozen=True):
     """Engine to broker: the update is armed, and can (or can't) be staged.
 
     Attributes:
@@ -213,8 +205,7 @@ class Armed(Message):
     why_paused: LongText
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateStart(Message):
+class UpdateStart(Message, frozen=True):
     """Trainer to broker to engines: begin the update, so that chunks can be loaded.
 
     ``staged``: True: chunks go into spare memory while the engine serves. False: the engine is
@@ -225,8 +216,7 @@ class UpdateStart(Message):
     staged: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WeightChunkMeta(Message):
+class WeightChunkMeta(Message, frozen=True):
     """Trainer to broker to engines: receive one chunk of the armed manifest over the transport.
 
     Attributes:
@@ -243,8 +233,7 @@ class WeightChunkMeta(Message):
     handle: Blob
 
 
-@dataclass(frozen=True, slots=True)
-class ArmPart(Message):
+class ArmPart(Message, frozen=True):
     """Trainer to broker to engines: further tensors of an update that was armed open.
 
     Sent when all engines have applied all chunks of the tensors before. The broker repeats it
@@ -271,8 +260,7 @@ class ArmPart(Message):
         return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=())
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSent(Message):
+class ChunkSent(Message, frozen=True):
     """Trainer to broker to engines: the chunk is sent; verify and load it.
 
     Attributes:
@@ -289,15 +277,13 @@ class ChunkSent(Message):
     sums: Counts
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateFinish(Message):
+class UpdateFinish(Message, frozen=True):
     """Trainer to broker to engines: all chunks are sent; post-process the loaded weights."""
 
     update_id: UpdateId
 
 
-@dataclass(frozen=True, slots=True)
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Trainer to broker to engines: serve this version from now on.
 
     Attributes:
@@ -314,16 +300,14 @@ class Commit(Message):
     differing: Annotated[tuple[Differing, ...], Meta(max_length=MAX_PROBED)]
 
 
-@dataclass(frozen=True, slots=True)
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Trainer to broker to engines: end the update without a commit."""
 
     update_id: UpdateId
     reason: LongText
 
 
-@dataclass(frozen=True, slots=True)
-class StaleEngines(Message):
+class StaleEngines(Message, frozen=True):
     """Broker to trainer: these DP groups do not serve the group's ``version``.
 
     Sent to a trainer that has that version's weights, while no pause or update is under way.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from bus.messages.types import Count, Message, Name, Serial, ShortText
 
 
-@dataclass(frozen=True, slots=True)
-class FirstReq(Message):
+class FirstReq(Message, frozen=True):
     """DP coordinator to broker: rank ``rank`` of an idle DP group got a request.
 
     ``wave`` is the wave to start. Sent only where front ends wake their group (vLLM 0.32, the
@@ -20,8 +17,7 @@ class FirstReq(Message):
     wave: Serial
 
 
-@dataclass(frozen=True, slots=True)
-class FirstReqHeld(Message):
+class FirstReqHeld(Message, frozen=True):
     """Broker to DP coordinator: the wave waits until the DP group may run.
 
     ``reason`` says why it may not run now.
@@ -32,8 +28,7 @@ class FirstReqHeld(Message):
     reason: ShortText
 
 
-@dataclass(frozen=True, slots=True)
-class StartDpWave(Message):
+class StartDpWave(Message, frozen=True):
     """Broker to DP coordinator: every rank but ``excluded`` joins the wave.
 
     Ranks without requests run dummy batches until all ranks are idle.
@@ -49,8 +44,7 @@ class StartDpWave(Message):
     excluded: Count | None
 
 
-@dataclass(frozen=True, slots=True)
-class WaveStarted(Message):
+class WaveStarted(Message, frozen=True):
     """DP coordinator to broker: a wave runs. The broker does not answer.
 
     Attributes:
@@ -67,8 +61,7 @@ class WaveStarted(Message):
     rank: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WaveComplete(Message):
+class WaveComplete(Message, frozen=True):
     """DP coordinator to broker: every rank is idle. The next wave is ``wave + 1``."""
 
     dp_group: Name

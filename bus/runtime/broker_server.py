@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
 
 import bus.log
 from bus.errors import DecodeError
@@ -160,7 +161,7 @@ class BrokerServer:
     def _send(self, send: Send) -> None:
         message = send.message
         if isinstance(message, Status):
-            message = dataclasses.replace(message, cpu_s=time.process_time(), rss_bytes=rss_bytes())
+            message = structs.replace(message, cpu_s=time.process_time(), rss_bytes=rss_bytes())
         self._seq += 1
         frame = codec.encode_frame(
             message,

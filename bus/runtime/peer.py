@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus.errors import DecodeError, refusal
+from bus.errors import DecodeError, Refused, refusal
 from bus.ids import new_boot
 from bus.keys import silence_hint
 from bus.messages import (
@@ -23,7 +23,9 @@ from bus.messages import (
     NackCode,
     codec,
 )
+from bus.protocol.core.config import BROKER_NAME
 from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.failures import Failure
 from bus.protocol.core.link import LINK_MESSAGES, Link, LinkConfig, LinkState
 from bus.runtime.clock import Alarm, AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqClient
@@ -219,7 +221,9 @@ class PeerClient:
             fields: dict[str, object] = {"field": error.field, "detail": str(error)}
             self.note(Note("bad_frame", "warning", fields))
             if error.code is NackCode.WIRE_VERSION:
-                self.perform(self.link.other_version(_version_nack(error)))
+                hint = "use the same wavebus on both sides"
+                why = Failure(error.code, error.detail, BROKER_NAME, field=error.field, hint=hint)
+                self.perform(self.link.other_version(why.nack()))
                 self._report_state(state)
             return
         now_ms = self._scheduler.now_ms()
@@ -259,19 +263,13 @@ class PeerClient:
             epoch=epoch,
         )
         if len(frame) > MAX_FRAME_BYTES:
-            raise refusal(_oversized_nack(message, len(frame)))
+            raise _oversized(message, len(frame))
         return self._transport.send(frame)
 
 
-def _oversized_nack(message: Message, size_bytes: int) -> Nack:
-    kind, update_id = WIRE_NAMES[type(message)], str(getattr(message, "update_id", ""))
+def _oversized(message: Message, size_bytes: int) -> Refused:
+    kind = WIRE_NAMES[type(message)]
     detail = f"{kind} would be a frame of {size_bytes} bytes; at most {MAX_FRAME_BYTES}"
     hint = "a manifest is smaller with fewer tensors, or with shorter names"
-    return Nack(
-        NackCode.OVERSIZED, "", update_id, 0, detail, "", "", "", hint if kind == "ARM" else "", 0
-    )
-
-
-def _version_nack(error: DecodeError) -> Nack:
-    hint = "use the same wavebus on both sides"
-    return Nack(NackCode.WIRE_VERSION, "", "", 0, error.detail, error.field, "broker", "", hint, 0)
+    failure = Failure(NackCode.OVERSIZED, detail, hint=hint if kind == "ARM" else "")
+    return refusal(failure.nack(update_id=getattr(message, "update_id", "")))

@@ -14,7 +14,7 @@ import click
 
 from bus.cli.options import json_option, options_of
 from bus.errors import UsageError, WavebusError
-from bus.runtime import event_loop
+from lab.bench import process
 from lab.bench.plans import (
     ControlPlan,
     EnginesPlan,
@@ -25,7 +25,7 @@ from lab.bench.plans import (
 )
 
 if TYPE_CHECKING:
-    from bus.runtime.event_loop import LoopChoice
+    from lab.bench.process import LoopChoice
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -165,8 +165,8 @@ def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> N
     try:
         if isinstance(plan, EnginesPlan):
             require_engines(plan)
-        kind = event_loop.choose_loop(loop)
-        figures = event_loop.run(measure(kind), loop=kind)
+        kind = process.choose_loop(loop)
+        figures = process.run(measure(kind), kind)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     except asyncio.CancelledError:

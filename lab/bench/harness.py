@@ -21,7 +21,7 @@ from bus.errors import UsageError, WavebusError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    from bus.runtime.event_loop import LoopChoice
+    from lab.bench.process import LoopChoice
 
 T = TypeVar("T")
 

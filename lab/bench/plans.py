@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from bus.cli.options import NamedPath, check_parent, checked, option
 from bus.errors import UsageError
-from bus.runtime.event_loop import LoopChoice  # noqa: TC001 - an option's type, read by options_of
+from lab.bench.process import LoopChoice  # noqa: TC001 - an option's type, read by options_of
 
 Device: TypeAlias = Literal["cuda", "cpu"]
 EngineKind: TypeAlias = Literal["embedded", "vllm"]

@@ -52,16 +52,7 @@ async def _serve(place: dict[str, Any]) -> None:
     server = DpCoordinatorServer(**place)
     with _end_of_parent(parent, end):
         server.start()
-        click.echo(
-            json.dumps(
-                {
-                    "front": server.sockets.front,
-                    "core_out": server.sockets.core_out,
-                    "core_in": server.sockets.core_in,
-                    "pid": os.getpid(),
-                }
-            )
-        )
+        click.echo(json.dumps({**server.sockets.addresses, "pid": os.getpid()}))
         await end.wait()
     server.close()
     bus.log.logger(peer=server.name).info("dp_coordinator_ended")

@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from bus.errors import WavebusError
+from bus.protocol.dp.coordinator import Publish, StartCores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,34 +87,6 @@ class CoreReport:
     rank: int
     complete: int | None = None
     started: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WaveStatus:
-    """The coordinator's message to front ends about the current wave.
-
-    Attributes:
-        wave: the number of the wave.
-        running: True while the wave runs; False if ``wave`` is the next one, and all ranks are
-            idle.
-    """
-
-    wave: int
-    running: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StartWave:
-    """START_DP_WAVE: the coordinator's message to all cores to start a wave.
-
-    Attributes:
-        wave: the wave's number.
-        excluded: the rank that does not need the message, because a request has woken it; None if
-            all ranks need it.
-    """
-
-    wave: int
-    excluded: int | None = None
 
 
 # -- the coordinator's side ----------------------------------------------------------
@@ -184,12 +157,12 @@ def is_core_subscription(parts: Sequence[bytes]) -> bool:
     return frame == SUBSCRIBE
 
 
-def encode_start_wave(message: StartWave) -> tuple[bytes, bytes]:
+def encode_start_wave(message: StartCores) -> tuple[bytes, bytes]:
     """Encodes START_DP_WAVE for all cores; returns the two parts of the ZeroMQ message."""
     return _START, _encode((message.wave, message.excluded))
 
 
-def encode_wave_status(message: WaveStatus) -> bytes:
+def encode_wave_status(message: Publish) -> bytes:
     """Encodes the status of the wave for all front ends.
 
     vLLM's message also has each core's number of requests, for its own load balancer. They are left
@@ -214,7 +187,7 @@ def encode_core_report(message: CoreReport) -> bytes:
     return _encode(items)
 
 
-def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
+def decode_frame_to_core(parts: Sequence[bytes]) -> StartCores | None:
     """Decodes a message from the coordinator to the cores.
 
     Args:
@@ -228,15 +201,15 @@ def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
     """
     if list(parts) == [READY]:
         return None
-    if len(parts) != len(encode_start_wave(StartWave(0))) or parts[0] != _START:
+    if len(parts) != len(encode_start_wave(StartCores(0))) or parts[0] != _START:
         raise BadFrame("from the coordinator: neither READY nor START_DP_WAVE")
     try:
-        return StartWave(*_start.decode(_only(parts[1:])))
+        return StartCores(*_start.decode(_only(parts[1:])))
     except (msgspec.DecodeError, ValueError) as error:
         raise BadFrame(f"from the coordinator: {error}") from error
 
 
-def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
+def decode_frame_to_front(parts: Sequence[bytes]) -> Publish:
     """Decodes the coordinator's message to front ends, which is the status of the wave.
 
     Args:
@@ -249,7 +222,7 @@ def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
         _, wave, running = _status_decoder.decode(_only(parts))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadFrame(f"from the coordinator: {error}") from error
-    return WaveStatus(wave, running)
+    return Publish(wave, running)
 
 
 def _only(parts: Sequence[bytes]) -> bytes:

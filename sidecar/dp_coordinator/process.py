@@ -7,7 +7,6 @@ process group of this process.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
@@ -16,6 +15,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
+
+import msgspec
 
 from bus.errors import WavebusError
 
@@ -166,10 +167,7 @@ class DpCoordinatorProcess:
             raise DpCoordinatorFailed(
                 f"the DP coordinator process {process.pid} {how}; its log says why"
             )
-        addresses = json.loads(line)
-        return DpCoordinatorAddresses(
-            addresses["front"], addresses["core_in"], addresses["core_out"]
-        )
+        return msgspec.json.decode(line, type=DpCoordinatorAddresses)
 
     def _watch(self) -> None:
         code = self._process.wait()

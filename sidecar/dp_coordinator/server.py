@@ -19,7 +19,7 @@ from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.runtime.clock import Alarm, AsyncioScheduler
 from bus.runtime.peer import HOST, PeerClient, default_name
-from bus.runtime.zmq_dp import DpCoordinatorSockets
+from bus.runtime.zmq_dp import DpSockets
 from sidecar.dp_coordinator import frames
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class DpCoordinatorServer:
     ) -> None:
         self.machine = DpCoordinator(dp_group, size)
         self.name = default_name(f"coordinator-{dp_group[:64]}")
-        self.sockets = DpCoordinatorSockets(host)
+        self.sockets = DpSockets.of_coordinator(host)
         self._size = size
         self._broker = broker
         self._security = security()
@@ -71,17 +71,15 @@ class DpCoordinatorServer:
 
     def start(self) -> None:
         """Begins to receive from the DP group, and to join the bus; does not wait."""
-        self.sockets.listen(
-            on_front=self._on_front,
-            on_core_subscription=self._on_core_subscription,
-            on_core_report=self._on_core_report,
-        )
+        self.sockets.core_in.listen(self._on_core_subscription)
+        self.sockets.front.listen(self._on_front)
+        self.sockets.core_out.listen(self._on_core_report)
         self._log.info("dp_coordinator_serves", size=self._size, broker=self._broker)
-        if not is_loopback(self.sockets.front):
+        if not is_loopback(self.sockets.front.address):
             detail = (
                 "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
             )
-            self._log.warning("insecure", address=self.sockets.front, detail=detail)
+            self._log.warning("insecure", address=self.sockets.front.address, detail=detail)
         if self._peer is not None:
             self._peer.start()
         self._perform([])
@@ -182,16 +180,12 @@ class DpCoordinatorServer:
     def _perform(self, effects: Iterable[CoordinatorEffect]) -> None:
         for effect in effects:
             match effect:
-                case StartCores(wave, excluded):
-                    self.sockets.publish_to_cores(
-                        frames.encode_start_wave(frames.StartWave(wave, excluded))
-                    )
-                case Publish(wave, running):
-                    self.sockets.publish_to_fronts(
-                        frames.encode_wave_status(frames.WaveStatus(wave, running))
-                    )
+                case StartCores():
+                    self.sockets.core_in.send(*frames.encode_start_wave(effect))
+                case Publish():
+                    self.sockets.front.send(frames.encode_wave_status(effect))
                 case Ready():
-                    self.sockets.publish_to_cores((frames.READY,))
+                    self.sockets.core_in.send(frames.READY)
                 case Send() if self._is_joined():
                     assert self._peer is not None
                     self._peer.perform([effect])

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.qwen3 import Exchange, Qwen3Config
     from sidecar.embedded.sampling import SamplingParams
-    from sidecar.engine import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 T = TypeVar("T")
 

@@ -42,8 +42,9 @@ from bus.weight_transfer.registry import make_receiver
 from sidecar.embedded.memory import ModelMemoryState
 from sidecar.embedded.qwen3 import rotary_frequencies
 from sidecar.embedded.weights import load_tensors
-from sidecar.transfer import check_delivered, check_room, check_sums, staging_capacity
+from sidecar.transfer.memory_budget import staging_capacity
 from sidecar.transfer.unloaded import UnloadedTensors
+from sidecar.transfer.verification import check_delivered, check_room, check_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

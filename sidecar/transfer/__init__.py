@@ -3,17 +3,3 @@
 It receives chunks, verifies them, and decides whether memory allows staging. The receivers of the
 transfer backends are in :mod:`bus.weight_transfer`.
 """
-
-from __future__ import annotations
-
-from sidecar.transfer.memory_budget import free_memory, spare_memory, staging_capacity
-from sidecar.transfer.verification import check_delivered, check_room, check_sums
-
-__all__ = [
-    "check_delivered",
-    "check_room",
-    "check_sums",
-    "free_memory",
-    "spare_memory",
-    "staging_capacity",
-]

@@ -11,7 +11,7 @@ from sidecar.vllm.plugin.environment import trusted_kv_connectors
 from sidecar.vllm.plugin.kv_connectors import CLEARED, explain, trust
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
     from sidecar.vllm.plugin.worker_rpc import WorkerFacts
 
@@ -34,7 +34,7 @@ class CacheControl:
     def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self._ask = ask
         self._is_salted = True
-        self.connectors: Mapping[str, str] = {}  # how updates treat them
+        self.connectors: dict[str, str] = {}  # how updates treat them
 
     def learn(self, facts: WorkerFacts) -> None:
         """Stores what the plugin reports about salts and KV connectors.

@@ -26,8 +26,8 @@ import anyio
 
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
+from bus.messages import ProbeResult
 from bus.net import check_url, is_loopback_host
-from sidecar.engine import ProbeResult
 from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
 from sidecar.vllm.plugin.operations import find_failure

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from bus.errors import EngineDead, EngineError
-from sidecar.engine import ProbeResult
+from bus.messages import ProbeResult
 from sidecar.supervision.server import DEV_MODE, complete_command
 from sidecar.vllm.lora_routes import adapter_id
 from sidecar.vllm.worker_client import engine_error

@@ -8,10 +8,10 @@ them. A connection makes these calls: over HTTP (:mod:`sidecar.vllm.connection_h
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import anyio
+from msgspec.structs import replace
 
 from bus.errors import EngineError
 from bus.protocol.engine.operations import Restore

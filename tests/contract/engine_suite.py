@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sidecar.engine import Engine, PauseMode, SleepLevel
+    from bus.messages import PauseMode, SleepLevel
+    from sidecar.engine import Engine
 
 PROMPT = (5, 9, 77, 31, 12)
 OTHER_PROMPT = (40, 3, 18)

@@ -7,10 +7,10 @@ request goes on over the keys and values of older weights.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging

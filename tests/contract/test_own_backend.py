@@ -20,7 +20,7 @@ from bus.weight_transfer.registry import (
     register_receiver,
     register_sender,
 )
-from sidecar.transfer import check_delivered
+from sidecar.transfer.verification import check_delivered
 from tests.contract.transfer_suite import TransferContract
 from tests.support.procs import ROOT
 

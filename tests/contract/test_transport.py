@@ -15,8 +15,7 @@ import pytest
 from bus.errors import UsageError
 from bus.messages import (
     MAX_FRAME_BYTES,
-    WIRE_MAJOR,
-    WIRE_MINOR,
+    WIRE_VERSION,
     Envelope,
     Nack,
     NackCode,
@@ -428,8 +427,7 @@ def status_request(size_bytes: int = 0) -> bytes:
     """A frame; with a size, one that is too large by its group's name alone."""
     return codec.encode(
         Envelope(
-            WIRE_MAJOR,
-            WIRE_MINOR,
+            WIRE_VERSION,
             "STATUS_REQUEST",
             7,
             0,

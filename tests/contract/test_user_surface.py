@@ -39,9 +39,8 @@ from bus.journal.writer import journal_files
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     MAX_FRAME_BYTES,
-    WIRE_MAJOR,
-    WIRE_MINOR,
     WIRE_NAMES,
+    WIRE_VERSION,
     CanaryMode,
     Envelope,
     Escalation,
@@ -760,7 +759,7 @@ def _own(cls: type) -> list[str]:
 def test_wire() -> None:
     """Every message: its wire name, and its fields with types, bounds and defaults."""
     lines = [
-        f"wire version: {WIRE_MAJOR}.{WIRE_MINOR}",
+        f"wire version: {WIRE_VERSION}",
         f"largest frame: {MAX_FRAME_BYTES} bytes",
         "",
         "envelope",

@@ -18,7 +18,7 @@ from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.registry import make_receiver, make_sender
 from bus.weight_transfer.registry import receiver_backends as receivers
 from bus.weight_transfer.registry import sender_backends as senders
-from sidecar.transfer import check_delivered, check_sums
+from sidecar.transfer.verification import check_delivered, check_sums
 from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from bus.weight_transfer import rendezvous
 from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
 from bus.weight_transfer.checksum import checksums
 from bus.weight_transfer.registry import make_receiver, make_sender
-from sidecar.transfer import check_delivered
+from sidecar.transfer.verification import check_delivered
 from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:

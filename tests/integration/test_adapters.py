@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from bus.errors import Refused, UpdateFailed, UsageError
 from bus.lora import adapter_of, removes_adapter
@@ -29,9 +29,9 @@ from bus.weight_transfer.registry import make_receiver
 from bus.weight_transfer.shm import ShmReceiver
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.transfer import check_sums
 from sidecar.transfer.chunk_receiver import ChunkReceiver
 from sidecar.transfer.lora import IncomingAdapter
+from sidecar.transfer.verification import check_sums
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import an_engine, assert_serve

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.dp_coordinator import frames
+from bus.protocol.dp.coordinator import StartCores
 from tests.support.fake_group import DP_GROUP, FakeGroup, ready_group
 from tests.support.procs import PATIENT, ROOT, Proc, run_wavebus, wavebus
 
@@ -63,7 +63,7 @@ def test_a_start_is_repeated_until_a_core_says_that_the_wave_runs() -> None:
         group.fronts[1].first_request(0)
         for _ in range(4):
             for core in group.cores:
-                assert core.heard() == frames.StartWave(0)
+                assert core.heard() == StartCores(0)
         group.cores[0].report(started=0)
         group.cores[1].heard_start(0, excluded=0)
         group.cores[0].drain()
@@ -79,7 +79,7 @@ def test_a_request_for_a_wave_that_is_over_starts_the_next() -> None:
         for core in group.cores:
             core.drain()
         group.cores[1].report(started=1)
-        assert group.cores[0].heard() == frames.StartWave(1, 1)
+        assert group.cores[0].heard() == StartCores(1, 1)
         group.fronts[0].heard_standing(1, running=True)
 
 
@@ -149,7 +149,7 @@ def test_a_core_whose_start_was_lost_with_its_connection_is_started() -> None:
         group.cores[0].heard_start(0, excluded=1)
         group.cores[2].connect_anew()
         assert group.cores[2].heard() is None
-        assert group.cores[2].heard() == frames.StartWave(0)
+        assert group.cores[2].heard() == StartCores(0)
 
 
 def test_the_broker_shows_and_records_every_wave(tmp_path: Path) -> None:

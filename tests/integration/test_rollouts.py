@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import socket
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from aiohttp import web
+from msgspec import structs
 from safetensors.torch import load_file
 
 from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed, UsageError
@@ -371,7 +371,7 @@ async def clients_of(
         for index, answer in enumerate(answers):
             url = await stack.enter_async_context(generating(answer))
             length = lengths[index] if lengths else limits.max_model_len
-            engine = Serving(url, dataclasses.replace(limits, max_model_len=length))
+            engine = Serving(url, structs.replace(limits, max_model_len=length))
             sidecar = Sidecar(engine, broker=address, group="policy", name=f"e{index}")
             await stack.enter_async_context(sidecar)
             await sidecar.joined()
@@ -708,10 +708,10 @@ def test_a_request_that_only_longer_engines_take_waits_for_one() -> None:
             await client._pool.until_routed()
             router = client._pool.router
             routes = [load.route for load in router.engines.values()]
-            short = dataclasses.replace(routes[0].limits, max_model_len=32)
+            short = structs.replace(routes[0].limits, max_model_len=32)
             asked = client.stream(PROMPT, {"max_tokens": 40})
             assert (await anext(asked)).token_ids == (78,)
-            router.update([dataclasses.replace(routes[0], limits=short)])
+            router.update([structs.replace(routes[0], limits=short)])
             with pytest.raises(NoEngine, match="an engine that takes 43 tokens; e0 takes 32"):
                 await anext(asked)
 
@@ -808,7 +808,7 @@ def test_engines_that_are_routed_and_take_nothing_are_no_engines(
                 if how == "unreachable":
                     (load,) = client._pool.router.engines.values()
                     url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-                    client._pool.router.update([dataclasses.replace(load.route, endpoint=url)])
+                    client._pool.router.update([structs.replace(load.route, endpoint=url)])
                 with pytest.raises(NoEngine, match=f"for 0.3 s.*the last: e0 at http://.*{how}"):
                     await client.generate(PROMPT, {"max_tokens": 5})
                 with pytest.raises(NoEngine, match=f"for 0.3 s.*the last: e0 at http://.*{how}"):

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from bus.errors import Refused
 from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
     WIRE_NAMES,
+    WIRE_VERSION,
     Abort,
     Commit,
     Envelope,
@@ -213,7 +212,6 @@ class Play:
                     max_ms=float(schedule.slow_ms),
                     fail_rate=dict(rate),
                     prefetch_depth=1 + schedule.seed // 16 % 2,
-                    older=(schedule.seed // 32 + len(self.world.engines)) % 4 == 0,
                 )
         self.trainer = self._add_trainer("trainer")
 
@@ -535,8 +533,7 @@ class Play:
         )[index % 4]
         frame = codec.encode(
             Envelope(
-                WIRE_MAJOR,
-                WIRE_MINOR,
+                WIRE_VERSION,
                 WIRE_NAMES[type(message)],
                 1,
                 0,

@@ -41,7 +41,6 @@ def test_the_pause_is_true_and_recovered_forward() -> None:
             "all paused": 300,
             "told paused": 300,
             "paused in one phase": 250,
-            "with an older sidecar": 150,
             "recovered forward": 20,
             "stopped at pause local": 20,
             "stopped at pause global": 40,

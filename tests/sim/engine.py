@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -84,7 +84,6 @@ class Behaviour:
         ahead: how many chunks it may receive ahead of their load.
         twist_next: the next update is loaded wrongly, which only probes show.
         stages: it has room to stage an update.
-        older: its sidecar is of the wire version before, and knows pauses of two phases alone.
         deaf_to: commands that do not reach it.
     """
 
@@ -98,7 +97,6 @@ class Behaviour:
     prefetch_depth: int = 1
     twist_next: bool = False
     stages: bool = True
-    older: bool = False
     deaf_to: set[type[Message]] = field(default_factory=set)
 
 
@@ -267,8 +265,6 @@ class SimEngine:
         if type(message) in self.behaviour.deaf_to:
             return
         self.commands.append(message)
-        if self.behaviour.older and isinstance(message, PauseLocal):
-            message = replace(message, one_phase=False)  # a field that it reads over
         if isinstance(message, Resume):
             self.truth.group_version = max(self.truth.group_version, message.version)
         if isinstance(message, ChunkSent):

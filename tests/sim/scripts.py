@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from msgspec import structs
+
 from bus.errors import Refused, WavebusError, refusal
 from bus.lora import removal_backend
 from bus.manifest import NO_TENSORS
@@ -429,7 +431,7 @@ class TrainerScripts(ABC):
             arm = make_arm(
                 update_id, manifest, communicator=self._communicator, transfer=self._opening
             )
-            arm = replace(arm, digest=digest or arm.digest)
+            arm = structs.replace(arm, digest=digest or arm.digest)
             answers = yield (arm, UpdateStart(update_id))
             failed: WavebusError | None = None
             try:

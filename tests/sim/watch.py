@@ -274,11 +274,7 @@ class Watch:
         members = group.pause.members
         if any(facts.dp_size > 1 for facts in group.registry.facts(members).values()):
             raise InvariantViolation(f"{members} are paused in one phase")
-        engines = [self._member(group, name) for name in members]
         self.reach["paused in one phase"] += 1
-        self.reach["with an older sidecar"] += any(
-            e is not None and e.behaviour.older for e in engines
-        )
 
     def _check_window(self, group: Group) -> None:
         """A trainer that was told of a pause, and still holds the group, holds it truly."""

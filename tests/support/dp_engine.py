@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bus.messages import ProbeResult
 from bus.protocol.engine.operations import Done, Open
-from sidecar.engine import EngineInfo, ProbeResult, require_model
+from sidecar.engine import EngineInfo, require_model
 
 if TYPE_CHECKING:
     from bus.messages import PauseMode, SleepLevel
@@ -28,7 +29,7 @@ class GroupEngine:
     async def start(self) -> EngineInfo:
         await self.group.__aenter__()
         info = self.group.ranks[0].info
-        return EngineInfo(**{**info, "backends": tuple(info["backends"])})
+        return msgspec.convert(info, EngineInfo)
 
     async def close(self) -> None:
         await self.group.__aexit__()

@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from bus.runtime.zmq_dp import DpCoordinatorSockets
+from bus.protocol.dp.coordinator import Publish, StartCores
+from bus.runtime.zmq_dp import DpSockets
 from sidecar.dp_coordinator import frames
 from sidecar.shared_pages.core_status import CoreStatusReader
 from sidecar.shared_pages.two_slot_page import NoPage
@@ -277,41 +278,30 @@ class Coordinator:
     """A coordinator that does only what a test says, apart from READY."""
 
     def __init__(self, size: int) -> None:
-        self.sockets = DpCoordinatorSockets("127.0.0.1")
+        self.sockets = DpSockets.of_coordinator("127.0.0.1")
         self.asked: asyncio.Queue[frames.FirstRequest] = asyncio.Queue()
         self.reports: asyncio.Queue[frames.CoreReport] = asyncio.Queue()
         self._size = size
         self._cores = 0
-        self.sockets.listen(
-            on_front=self._on_front,
-            on_core_subscription=self._on_subscription,
-            on_core_report=lambda parts: self.reports.put_nowait(
-                frames.decode_core_frame(parts, size)
-            ),
+        self.sockets.core_in.listen(self._on_subscription)
+        self.sockets.front.listen(self._on_front)
+        self.sockets.core_out.listen(
+            lambda parts: self.reports.put_nowait(frames.decode_core_frame(parts, size))
         )
-
-    @property
-    def addresses(self) -> dict[str, str]:
-        sockets = self.sockets
-        return {
-            "front": sockets.front,
-            "core_in": sockets.core_in,
-            "core_out": sockets.core_out,
-        }
 
     def start(self, wave: int) -> None:
         """START_DP_WAVE to all cores."""
-        self.sockets.publish_to_cores(frames.encode_start_wave(frames.StartWave(wave)))
+        self.sockets.core_in.send(*frames.encode_start_wave(StartCores(wave)))
 
     def publish(self, wave: int, *, running: bool) -> None:
         """To all front ends."""
-        self.sockets.publish_to_fronts(frames.encode_wave_status(frames.WaveStatus(wave, running)))
+        self.sockets.front.send(frames.encode_wave_status(Publish(wave, running)))
 
     def _on_subscription(self, parts: list[bytes]) -> None:
         if frames.is_core_subscription(parts):
             self._cores += 1
             if self._cores == self._size:
-                self.sockets.publish_to_cores((frames.READY,))
+                self.sockets.core_in.send(frames.READY)
 
     def _on_front(self, parts: list[bytes]) -> None:
         said = frames.decode_front_frame(parts, self._size)
@@ -327,7 +317,7 @@ async def coordinated(
     coordinator = Coordinator(size)
     try:
         async with DpGroup(
-            folder, model, size, coordinator=coordinator.addresses, **options
+            folder, model, size, coordinator=coordinator.sockets.addresses, **options
         ) as group:
             yield group, coordinator
     finally:

@@ -176,7 +176,7 @@ async def main() -> None:
     torch.set_num_threads(1)
     bus.log.configure(level="debug", json=True)
     rank = Rank(json.loads(sys.argv[1]))
-    say({"id": 0, "result": asdict(await rank.engine.start())})
+    say({"id": 0, "result": msgspec.to_builtins(await rank.engine.start())})
     lines = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

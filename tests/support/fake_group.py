@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Self
 
 import zmq
 
+from bus.protocol.dp.coordinator import Publish, StartCores
 from sidecar.dp_coordinator import frames
 from tests.support.procs import Proc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
-
-    from sidecar.dp_coordinator.frames import StartWave, WaveStatus
 
 PATIENCE_MS = 30_000
 DP_GROUP = "moe"
@@ -84,7 +83,7 @@ class FakeCore:
         self.input = Wire(self._context, zmq.XSUB, self._core_in)
         self.subscribe()
 
-    def heard(self) -> StartWave | None:
+    def heard(self) -> StartCores | None:
         """The next word; None is READY."""
         return frames.decode_frame_to_core(self.input.receive())
 
@@ -92,7 +91,7 @@ class FakeCore:
         """Wait for this START; what was repeated before it is skipped."""
         deadline_s = time.monotonic() + PATIENCE_MS / 1000
         while time.monotonic() < deadline_s:
-            if self.heard() == frames.StartWave(wave, excluded):
+            if self.heard() == StartCores(wave, excluded):
                 return
         raise AssertionError(f"rank {self.rank} heard no START {wave}, {excluded}")
 
@@ -121,7 +120,7 @@ class FakeFront:
     def first_request(self, wave: int) -> None:
         self.wire.send(frames.encode_first_request(frames.FirstRequest(self.rank, wave)))
 
-    def heard(self) -> WaveStatus:
+    def heard(self) -> Publish:
         return frames.decode_frame_to_front(self.wire.receive())
 
     def heard_standing(self, wave: int, *, running: bool) -> None:
@@ -130,7 +129,7 @@ class FakeFront:
         last = None
         while time.monotonic() < deadline_s:
             last = self.heard()
-            if last == frames.WaveStatus(wave, running):
+            if last == Publish(wave, running):
                 return
         raise AssertionError(f"front end {self.rank} heard {last} at last")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, Message, Nack, codec
+from bus.messages import WIRE_NAMES, WIRE_VERSION, Envelope, Message, Nack, codec
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient
 
@@ -42,14 +42,16 @@ class BarePeer:
         self.heard.append(codec.decode(frame))
         self._news.set()
 
-    def frame(self, message: Message, *, seq: int | None = None, minor: int = WIRE_MINOR) -> bytes:
+    def frame(
+        self, message: Message, *, seq: int | None = None, version: int = WIRE_VERSION
+    ) -> bytes:
         """The frame of a message, with the next number."""
         self.seq = self.seq + 1 if seq is None else seq
         body = codec.encode_body(message)
         kind = WIRE_NAMES[type(message)]
         return codec.encode(
             Envelope(
-                *(WIRE_MAJOR, minor, kind, self.seq, 0, self.name),
+                *(version, kind, self.seq, 0, self.name),
                 *(self.boot, "policy", self.epoch, self.seq, body),
             )
         )

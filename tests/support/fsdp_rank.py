@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bus.log
 from bus.errors import WavebusError
-from bus.runtime.json_lines import write_answer as say
+from lab.bench.process import write_answer as say
 from trainer_agent import SyncTrainerAgent
 from trainer_agent.weights.cpu_cache import CpuCache
 from trainer_agent.weights.source import PairSource

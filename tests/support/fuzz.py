@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from enum import Enum
 from random import Random
@@ -20,7 +19,7 @@ from typing import (
 import msgpack
 import msgspec
 
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES, Envelope, codec
+from bus.messages import WIRE_NAMES, WIRE_VERSION, Envelope, codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,18 +91,18 @@ class Fuzz:
         """This message, as it should be."""
         self._seq += 1
         kind, body = WIRE_NAMES[type(message)], codec.encode_body(message)
-        head = (WIRE_MAJOR, WIRE_MINOR, kind, self._seq, 0, self._name)
+        head = (WIRE_VERSION, kind, self._seq, 0, self._name)
         return codec.encode(Envelope(*head, self._boot, "policy", 1, self._seq, body))
 
     def _envelope(self, kind: str, body: msgspec.Raw) -> bytes:
         rng = self._random
         self._seq += 1
-        minor = WIRE_MINOR + rng.choice((0, 0, 0, 1, -1))
+        version = WIRE_VERSION + rng.choice((0, 0, 0, 0, 1))
         group = rng.choice(("policy", "", "g"))
         name, boot, epoch = self._name, self._boot, 1
         if rng.random() < 0.2:
             name, boot, epoch = "stranger", rng.choice(NUMBERS), rng.choice(NUMBERS)
-        head = (WIRE_MAJOR, minor, kind, self._seq, rng.choice(NUMBERS), name)
+        head = (version, kind, self._seq, rng.choice(NUMBERS), name)
         return codec.encode(Envelope(*head, boot, group, epoch, self._seq, body))
 
     def _message(self, cls: type[Any]) -> Any:
@@ -125,7 +124,7 @@ class Fuzz:
             return {rng.choice(WORDS): rng.choice(NUMBERS)}
         if isinstance(hint, type) and issubclass(hint, Enum):
             return rng.choice(list(hint))
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
             return self._message(hint)
         simple: dict[Any, Any] = {
             int: rng.choice(NUMBERS),

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bus.log
 from bus.errors import WavebusError
-from bus.runtime.json_lines import write_answer as say
+from lab.bench.process import write_answer as say
 from tests.support import pair_plugin
 from tests.support.fsdp_rank import Tree
 from trainer_agent import SyncTrainerAgent

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import bus.log
 from bus.errors import WavebusError
-from bus.runtime.json_lines import read_commands, write_answer
+from lab.bench.process import read_commands, write_answer
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:

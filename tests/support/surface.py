@@ -301,6 +301,8 @@ def class_text(cls: type, packages: Iterable[str]) -> str:
         attributes |= {name for name in inspect.get_annotations(base) if not name.startswith("_")}
         attributes |= _set_in_init(base)
     lines += [f"  {name}" for name in sorted(attributes - members.keys())]
+    if issubclass(cls, msgspec.Struct):  # its constructor is no function
+        lines.append(f"  {signature_text('__init__', cls)}")
     for name, member in sorted(members.items()):
         lines += _member_lines(name, member)
     return "\n".join([*lines, ""])

@@ -6,8 +6,9 @@ Every byte arrives as it was sent, and checksums say so; but what is served is a
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from sidecar import Sidecar
 from sidecar.shared_pages.pause_lease import PauseLease, deadline_ns
 from sidecar.vllm.core_state import parse_version
@@ -182,7 +184,7 @@ class Rank:
     async def do_info(self) -> dict[str, Any]:
         coordinator = self._llm.engine_core.resources.coordinator
         return {
-            **dataclasses.asdict(await self._engine.start()),
+            **msgspec.to_builtins(await self._engine.start()),
             "coordinator": type(coordinator).__name__,
             "coordinator_pid": coordinator.proc.pid if coordinator else 0,
         }
@@ -209,7 +211,7 @@ async def main(
     engine = VllmEngine(llm, dp_coordinator=coordinator)  # type: ignore[arg-type]
     with os.fdopen(ANSWERS, "w", buffering=1) as answers:
         told = Rank(llm, engine, answers)
-        info = dataclasses.asdict(await engine.start())
+        info = msgspec.to_builtins(await engine.start())
         deaths = asyncio.create_task(engine.died())
         told.say(0, began_s, ok=True, out=info)
         reader = asyncio.StreamReader()

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sidecar.engine import Engine, PauseMode
+    from bus.messages import PauseMode
+    from sidecar.engine import Engine
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Protocol
+
+from msgspec.structs import replace
 
 from trainer_agent.rollouts.attempt import INTERRUPTED, Cut
 from trainer_agent.rollouts.results import Attempt, Choice, Span, TokenDelta

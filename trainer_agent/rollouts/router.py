@@ -28,8 +28,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec.structs import replace
 
 from bus.messages import RequestLimits
 

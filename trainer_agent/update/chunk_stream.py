@@ -23,8 +23,8 @@ import torch
 from bus.errors import BusTimeout, Refused, UpdateFailed, WavebusError, refusal
 from bus.kept_dtypes import kept_patterns
 from bus.messages import ChunkSent, NackCode, Step
+from bus.protocol.core.failures import Failure
 from bus.protocol.trainer.chunk_window import ChunkWindow
-from trainer_agent.failures import own_nack
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import flat_task_group, run_to_end
 from trainer_agent.weights.any_source import as_source
@@ -266,7 +266,7 @@ class ChunkStream:
 
 def _failed_transfer(error: WavebusError, update_id: str, seq: int) -> UpdateFailed:
     code, step = NackCode.TRANSFER_FAILED, str(Step.CHUNK)
-    return UpdateFailed(own_nack(code, str(error), step=step, update_id=update_id, chunk=seq))
+    return UpdateFailed(Failure(code, str(error)).nack(step, update_id, seq))
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:

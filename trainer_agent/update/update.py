@@ -35,7 +35,6 @@ from trainer_agent.update.steps import ask_in_order
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-    from types import TracebackType
 
     from bus.messages import (
         Differing,
@@ -263,12 +262,7 @@ class Update:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _kind: object, exc: BaseException | None, *_: object) -> None:
         await self.end(exc)
 
     async def arm(self, plan: UpdatePlan, transport: OpenTransport, label: str) -> None:

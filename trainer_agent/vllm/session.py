@@ -39,9 +39,10 @@ import bus.log
 from bus import vllm_payloads
 from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
 from bus.messages import NackCode
+from bus.protocol.core.failures import Failure
 from bus.weight_transfer.allocation import ALONE
 from trainer_agent.bus_thread import wait_for
-from trainer_agent.failures import own_nack, require_process
+from trainer_agent.failures import require_process
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.rank_sync import wait_for_rank_zero
 from trainer_agent.update.steps import first_error
@@ -318,13 +319,12 @@ class TrainerEngineSession:
             async with self._undo_on_failure(current):
                 transport = self._transport
                 if not transport.is_foreign:
-                    raise _failed(
+                    closed = Failure(
                         NackCode.TRANSFER_CLOSED,
                         "the trainer engine's transport is not open any more",
-                        step="arm",
-                        update_id=current.update.id,
                         hint="create the trainer engine again",
                     )
+                    raise UpdateFailed(closed.nack("arm", current.update.id))
                 await current.update.arm(plan, transport, "")
                 if not self._is_sharding:
                     await current.update.release_ranks(current.drain)
@@ -442,10 +442,6 @@ class TrainerEngineSession:
                 await current.update.end(error)
         finally:
             current.undone.set()
-
-
-def _failed(code: NackCode, detail: str, **where: Any) -> UpdateFailed:
-    return UpdateFailed(own_nack(code, detail, **where))
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -8,8 +8,9 @@ others, and returns effects. :meth:`Broker.tick` handles timeouts.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from bus import messages as m
 from bus.protocol.broker.group_table import GroupTable

@@ -183,31 +183,22 @@ class Peer:
         assert self.facts is not None
         core_for_ms = self.core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
         return EngineView(
+            **self.facts.properties(),
             name=self.name,
             dp_group=self.facts.dp_group,
-            dp_rank=self.facts.dp_rank,
-            endpoint=self.facts.endpoint,
-            kind=self.facts.kind,
-            software=self.facts.software,
-            draft=self.facts.draft,
             version=self.version,
             phase=self.phase,
             in_flight=self.in_flight,
             host=self.host,
             pid=self.pid,
             last_heard_ms=round(now_ms - self.last_heard_ms, 1),
-            backends=self.facts.backends,
             core_phase=self.core.phase if self.core else "",
             core_since_ms=round(core_for_ms, 1),
             core_step=self.core.step if self.core else 0,
             core_wave=self.core.wave if self.core else 0,
-            features=self.facts.features,
-            untested=self.facts.untested,
-            dtype=self.facts.dtype,
             waiting=self.core.waiting if self.core else 0,
             untagged=self.core.untagged if self.core else 0,
             pd_role=self.facts.pd_role,
-            kv_connectors=self.facts.kv_connectors,
         )
 
 
@@ -235,6 +226,10 @@ def _places(
         return []
     rank: list[_Place] = [(group, engine.dp_group, engine.dp_rank)]
     return [*rank, (host, engine.endpoint)] if engine.endpoint else rank
+
+
+def _malformed(field: str, detail: str) -> Failure:
+    return Failure(NackCode.MALFORMED, detail, field=field)
 
 
 class Membership:
@@ -294,13 +289,12 @@ class Membership:
             facts=join.engine,
             coordinator=join.coordinator,
             user=user,
-            bucket=old.bucket if old is not None else None,
             is_unreachable=old is not None,
-            overdue=old.overdue if old is not None else "",
-            missed=old.missed if old is not None else "",
-            misses=old.misses if old is not None else 0,
-            out_until_ms=old.out_until_ms if old is not None else 0.0,
         )
+        if old is not None:
+            peer.bucket = old.bucket
+            peer.overdue, peer.missed, peer.misses = old.overdue, old.missed, old.misses
+            peer.out_until_ms = old.out_until_ms
         if join.engine is not None:
             peer.phase = join.engine.phase
             peer.version = join.engine.version
@@ -317,25 +311,15 @@ class Membership:
             if join.role not in WATCHERS:
                 check_name(group, "group")
         except UsageError as error:
-            return Failure(NackCode.MALFORMED, str(error), field=str(error).split("=", 1)[0])
+            return _malformed(str(error).split("=", 1)[0], str(error))
         if (join.role == "engine") != (join.engine is not None):
-            return Failure(
-                NackCode.MALFORMED,
-                "an engine must join with its facts, other peers without",
-                field="engine",
-            )
+            return _malformed("engine", "an engine must join with its facts, other peers without")
         if (join.role == "coordinator") != (join.coordinator is not None):
-            return Failure(
-                NackCode.MALFORMED,
-                "a coordinator must join with its DP group, other peers without",
-                field="coordinator",
-            )
+            text = "a coordinator must join with its DP group, other peers without"
+            return _malformed("coordinator", text)
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
-            return Failure(
-                NackCode.MALFORMED,
-                f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}",
-                field="engine.dp_rank",
-            )
+            text = f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}"
+            return _malformed("engine.dp_rank", text)
         held = self.by_name.get(name)
         if held is None or (held.boot, held.user) == (envelope.boot, user):
             return self._refuse_place(name, group, join)

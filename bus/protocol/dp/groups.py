@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from bus import messages as m
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.dp.restarts import Restarts
@@ -190,13 +192,13 @@ class DpGroups:
         group = self.dp_groups[facts.dp_group]
         match message:
             case m.FirstReq(_, rank, wave):
-                peer.coordinator = replace(facts, wave=wave, running=False)
+                peer.coordinator = structs.replace(facts, wave=wave, running=False)
                 return self._first_req(group, peer, msg_id, rank, wave)
             case m.WaveStarted(_, wave, local, rank):
-                peer.coordinator = replace(facts, wave=wave, running=True, rank=rank)
+                peer.coordinator = structs.replace(facts, wave=wave, running=True, rank=rank)
                 return self._on_wave_started(group, wave, rank, "coordinator", local=local)
             case m.WaveComplete(_, wave):
-                peer.coordinator = replace(facts, wave=wave + 1, running=False, rank=None)
+                peer.coordinator = structs.replace(facts, wave=wave + 1, running=False, rank=None)
                 return self._complete(group, wave, "coordinator")
             case _:
                 return []

@@ -7,8 +7,9 @@ changes the state machines, and returns actions for :class:`bus.protocol.group.g
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from msgspec.structs import replace
 
 from bus import messages as m
 from bus.lora import adapter_of
@@ -16,7 +17,7 @@ from bus.protocol.core.failures import Failure, decline, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
-from bus.protocol.group.engine_registry import Communicator, communicator
+from bus.protocol.group.engine_registry import communicator
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import EarlierCommits
 from bus.protocol.group.sleep import SleepState
@@ -303,7 +304,7 @@ class Commands:
     ) -> list[Action]:
         self._state.update.require(UpdateState.IDLE)
         members, number = self._members(message.scope), message.communicator
-        made = self._require_communicator(number, members) if number else Communicator(0, 0, {})
+        made = self._require_communicator(number, members) if number else m.TransferPlan(0, 0, {})
         if isinstance(message, m.TransferInit):
             message = replace(message, world_size=made.world_size, first_ranks=made.first_ranks)
         asked = self._state.update.open(message, members, now_ms)
@@ -317,10 +318,10 @@ class Commands:
         """
         return catch_up.members(self._state.registry, scope, self._state.version)
 
-    def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
+    def _require_communicator(self, number: int, members: Iterable[str]) -> m.TransferPlan:
         """Returns these engines' communicator; declines if its number is no longer ``number``."""
         made = _communicator(self._state, members)
-        if made.number != number:
+        if made.communicator != number:
             raise decline(
                 m.NackCode.TRANSFER_CLOSED,
                 "engines came, went or restarted since the transfer was planned",
@@ -429,12 +430,10 @@ def transfer_plan(state: GroupState, message: m.PlanTransfer) -> m.TransferPlan:
     Raises:
         Declined: see :func:`bus.protocol.group.catch_up.members`.
     """
-    members = catch_up.members(state.registry, message.scope, state.version)
-    made = _communicator(state, members)
-    return m.TransferPlan(made.number, made.world_size, made.first_ranks)
+    return _communicator(state, catch_up.members(state.registry, message.scope, state.version))
 
 
-def _communicator(state: GroupState, members: Iterable[str]) -> Communicator:
+def _communicator(state: GroupState, members: Iterable[str]) -> m.TransferPlan:
     return communicator(state.registry.engines[name] for name in members)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bus.messages import EngineView, NackCode, Step
+from bus.messages import EngineView, NackCode, Step, TransferPlan
 from bus.protocol.core.failures import decline, wrong_state
 
 if TYPE_CHECKING:
@@ -26,22 +26,7 @@ if TYPE_CHECKING:
     from bus.protocol.core.membership import Peer
 
 
-@dataclass(frozen=True, slots=True)
-class Communicator:
-    """The ranks of engines' workers in a collective transfer.
-
-    Attributes:
-        number: identifies these engines in this order; see the module.
-        world_size: how many ranks there are, with rank 0, the trainer's sender.
-        first_ranks: the rank of each engine's first worker. The engine's other workers follow it.
-    """
-
-    number: int
-    world_size: int
-    first_ranks: dict[str, int]
-
-
-def communicator(engines: Iterable[Peer]) -> Communicator:
+def communicator(engines: Iterable[Peer]) -> TransferPlan:
     """Returns the ranks and number of the communicator of the trainer and these engines."""
     first_ranks: dict[str, int] = {}
     taken: list[tuple[str, int, int]] = []
@@ -53,7 +38,7 @@ def communicator(engines: Iterable[Peer]) -> Communicator:
         world_size += facts.workers
     digest = hashlib.sha256(msgspec.msgpack.encode(taken)).digest()
     number = int.from_bytes(digest[:8], "big") >> 1 or 1  # 0 is no communicator
-    return Communicator(number, world_size, first_ranks)
+    return TransferPlan(number, world_size, first_ranks)
 
 
 # A pause that the group did not ask for counts as half-made after more heartbeats than this.

@@ -23,9 +23,10 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.core.ack_barrier import AckBarrier
@@ -139,13 +140,8 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
         """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
         current = self.barrier
-        if current is None or ack.update_id != self.update_id:
+        if current is None or ack.step is not current.step or ack.update_id != self.update_id:
             return []
-        if ack.step is not current.step:
-            # The first of two phases, though one was asked for: an older sidecar.
-            first = ack.step is Step.PAUSE_LOCAL and isinstance(current.messages[0], PauseLocal)
-            waits = first and name in current.waiting
-            return [Ask(PauseGlobal(self.update_id), (name,))] if waits else []
         if not current.on_ack(name, ack, now_ms) or current.waiting:
             return []
         return self._check_barrier(now_ms)

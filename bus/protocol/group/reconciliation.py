@@ -25,8 +25,9 @@ engine's DP group is complete.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from bus.messages import Abort, Commit, Heartbeat, Message, PauseLocal, Phase, Resume, Step
 from bus.protocol.core.failures import wrong_state

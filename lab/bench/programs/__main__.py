@@ -17,13 +17,12 @@ import sys
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import bus.log
-from bus.runtime import event_loop
-from bus.runtime.json_lines import read_commands, write_answer
+from lab.bench.process import choose_loop, read_commands, run, write_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.runtime.event_loop import LoopChoice
+    from lab.bench.process import LoopChoice
 
 
 ARGUMENTS: Final = 3
@@ -52,6 +51,6 @@ if __name__ == "__main__":
     chosen, given = getattr(module, name), json.loads(sys.argv[2])
     if inspect.iscoroutinefunction(chosen):
         with contextlib.suppress(KeyboardInterrupt):
-            event_loop.run(serve(chosen, given), loop=cast("LoopChoice", sys.argv[3]))
+            run(serve(chosen, given), choose_loop(cast("LoopChoice", sys.argv[3])))
     else:
         chosen(**given)

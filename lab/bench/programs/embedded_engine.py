@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.manifest import TensorMeta
+    from bus.protocol.engine.operations import Done, UpdateOperation
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Done, UpdateOperation
 
 _LINE_BYTES: Final = 1 << 24  # a line may be a manifest of all tensors
 

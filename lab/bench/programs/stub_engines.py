@@ -6,13 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import bus.log
-from sidecar.engine import Done, EngineInfo, StagingCapacity
+from bus.protocol.engine.operations import Done
+from bus.weight_transfer.allocation import StagingCapacity
+from sidecar.engine import EngineInfo
 from sidecar.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-    from sidecar.engine import UpdateOperation
+    from bus.protocol.engine.operations import UpdateOperation
 
 
 class StubEngine:

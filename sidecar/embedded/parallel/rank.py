@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import bus.log
 from bus.errors import EngineError
-from bus.runtime.zmq_dp import DpRankSockets
+from bus.runtime.zmq_dp import DpSockets
 from sidecar.dp_coordinator import frames
 from sidecar.dp_coordinator.process import (
     DpCoordinatorAddresses,
@@ -58,7 +58,7 @@ class DpRank:
         self._log = bus.log.logger(dp_group=options.group, dp_rank=options.rank)
         self._liveness = RankLiveness(options.group, options.rank, options.size, lost)
         self._coordinator: DpCoordinatorProcess | None = None
-        self._sockets: DpRankSockets | None = None
+        self._sockets: DpSockets | None = None
         self._core: LockstepCore | None = None
         self._ready = asyncio.Event()
         # What the coordinator published last, or what FIRST_REQ will start.
@@ -82,7 +82,7 @@ class DpRank:
         meeting = await _blocking(lambda: Rendezvous(options))
         await _blocking(lambda: meeting.check(alike))
         addresses = await self._meet(meeting)
-        self._sockets = DpRankSockets(
+        self._sockets = DpSockets.of_rank(
             options.rank,
             front=addresses.front,
             core_in=addresses.core_in,
@@ -124,9 +124,10 @@ class DpRank:
             EngineError: some ranks have not subscribed in time.
         """
         assert self._sockets is not None
-        self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
-        self._sockets.send_as_front(frames.SUBSCRIBE)
-        self._sockets.subscribe_as_core(frames.SUBSCRIBE)
+        self._sockets.front.listen(self._on_front)
+        self._sockets.core_in.listen(self._on_core)
+        self._sockets.front.send(frames.SUBSCRIBE)
+        self._sockets.core_in.send(frames.SUBSCRIBE)
         await self._bounded(self._ready.wait(), "its coordinator is not ready")
 
     def on_request(self) -> int:
@@ -139,7 +140,7 @@ class DpRank:
         if not self._running and self._sockets is not None:
             self._running = True
             asked = frames.FirstRequest(self.options.rank, wave)
-            self._sockets.send_as_front(frames.encode_first_request(asked))
+            self._sockets.front.send(frames.encode_first_request(asked))
         return wave
 
     async def explain(self, reason: str) -> str | None:
@@ -248,7 +249,7 @@ class DpRank:
 
         def send() -> None:
             if self._sockets is not None:
-                self._sockets.report_as_core(frames.encode_core_report(report))
+                self._sockets.core_out.send(frames.encode_core_report(report))
 
         self._in_loop(send)
 

@@ -8,13 +8,12 @@ and the executor would mix up later answers (:mod:`sidecar.vllm.plugin.agreement
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from bus.errors import EngineError
 from bus.messages import (
@@ -84,7 +83,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
     def limits_of(self, cores: int) -> RequestLimits:
         """Returns the limits for requests to an engine with this many cores."""
-        return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
+        return structs.replace(self.limits, slots=self.limits.slots * cores)
 
 
 # -- in the sidecar: these read the list of all workers' answers --------------------------

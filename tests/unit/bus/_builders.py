@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
     WIRE_NAMES,
+    WIRE_VERSION,
     Ack,
     EngineFacts,
     Envelope,
@@ -158,8 +157,7 @@ def envelope(
 ) -> Envelope:
     """The envelope of a message."""
     return Envelope(
-        WIRE_MAJOR,
-        WIRE_MINOR,
+        WIRE_VERSION,
         WIRE_NAMES[type(message)],
         msg_id,
         reply_to,

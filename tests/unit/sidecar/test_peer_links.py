@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from bus.keys import Security
 from bus.messages import LeaseVote, PeerRank, PeerRanks, codec

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from msgspec.structs import replace
 
 from bus.errors import BusClosed, EngineError, Refused
 from bus.messages import NackCode, PauseLocal, StartDpWave

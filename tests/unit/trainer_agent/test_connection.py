@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError
 from bus.messages import (

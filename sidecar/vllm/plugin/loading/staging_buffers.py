@@ -14,7 +14,7 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer import spare_memory
+from sidecar.transfer.memory_budget import spare_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,8 +10,8 @@ import torch
 from bus.errors import EngineError
 from bus.kept_dtypes import kept_refusal
 from bus.messages import NackCode
-from sidecar.transfer import check_room
 from sidecar.transfer.unloaded import UnloadedTensors
+from sidecar.transfer.verification import check_room
 from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.compat import deferred_layers, reloading_layers
 from sidecar.vllm.plugin.loading.cpu import CpuRepacking

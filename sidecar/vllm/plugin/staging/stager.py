@@ -42,7 +42,7 @@ from bus.messages import NackCode
 from bus.vllm_payloads import engine_of
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.cuda import synchronize
-from sidecar.transfer import free_memory, staging_capacity
+from sidecar.transfer.memory_budget import free_memory, staging_capacity
 from sidecar.transfer.streams import own_stream, within
 from sidecar.transfer.verification import DeferredSums
 from sidecar.vllm.plugin import agreement

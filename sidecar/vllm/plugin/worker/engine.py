@@ -36,9 +36,9 @@ from bus.vllm_payloads import engine_of
 from bus.weight_transfer.cuda import synchronize
 from bus.weight_transfer.formats import transfer_failed
 from bus.weight_transfer.registry import make_receiver
-from sidecar.transfer import check_sums
 from sidecar.transfer.chunk_receiver import ChunkReceiver
 from sidecar.transfer.lora import IncomingAdapter
+from sidecar.transfer.verification import check_sums
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.compat import BACKEND, shared_communicators
 from sidecar.vllm.plugin.loading.manifest_check import Blueprint, quiet_loading

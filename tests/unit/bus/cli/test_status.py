@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from bus.cli import status as command
 from bus.cli.main import run
@@ -60,14 +60,14 @@ def test_it_says_how_updates_treat_kv_connectors_and_who_has_which_role(
     """Engines of which the same is to be said share a line."""
     refused = "refused: keyed by tokens alone"
     engines = (
-        dataclasses.replace(
+        structs.replace(
             group.engines[0],
             pd_role="prefill",
             kv_connectors={"NixlConnector": "tagged", "ExampleConnector": refused},
         ),
-        dataclasses.replace(group.engines[1], kv_connectors={"NixlConnector": "tagged"}),
+        structs.replace(group.engines[1], kv_connectors={"NixlConnector": "tagged"}),
     )
-    lines = shown(dataclasses.replace(group, engines=engines)).splitlines()
+    lines = shown(structs.replace(group, engines=engines)).splitlines()
     assert "  KV connector NixlConnector: tagged (e0, e1)" in lines
     assert f"  KV connector ExampleConnector: {refused} (e0)" in lines
     assert [" - prefill " in line for line in lines if line.startswith("  e0 ")] == [True]
@@ -78,18 +78,18 @@ def test_it_says_what_an_engine_waits_for(
 ) -> None:
     """One with older weights, for an update; one that has them, for the resume."""
     for version, waits_for in ((0, "an update to version 1"), (1, "a resume")):
-        engine = dataclasses.replace(group.engines[1], phase="running", version=version)
-        changed = dataclasses.replace(group, engines=(engine,))
+        engine = structs.replace(group.engines[1], phase="running", version=version)
+        changed = structs.replace(group, engines=(engine,))
         assert f" no, waits for {waits_for}" in shown(changed)
 
 
 def test_it_says_that_a_core_is_in_a_step_for_long(
     group: GroupStatus, shown: Callable[[GroupStatus], str]
 ) -> None:
-    engine = dataclasses.replace(
+    engine = structs.replace(
         group.engines[1], phase="running", version=1, core_phase="step", core_since_ms=12_345.6
     )
-    changed = dataclasses.replace(group, engines=(engine,))
+    changed = structs.replace(group, engines=(engine,))
     assert " no, waits for its core, in one step for 12 s " in shown(changed)
 
 
@@ -97,7 +97,7 @@ def test_it_says_that_a_group_has_no_engine(
     group: GroupStatus, shown: Callable[[GroupStatus], str]
 ) -> None:
     """As a group of a mistyped name, which its trainer has made."""
-    lines = shown(dataclasses.replace(group, engines=())).splitlines()
+    lines = shown(structs.replace(group, engines=())).splitlines()
     assert "  no engine has joined" in lines
     assert not any("endpoint" in line for line in lines)
 
@@ -107,7 +107,7 @@ def test_it_says_who_is_gone_or_boots(
 ) -> None:
     """As one that restarts does, which is both; so says `wavebus why`, and that nobody waits."""
     out = (OutView("e2", "booting", "on h, pid 7"), OutView("e2", "gone", "it left"))
-    changed = dataclasses.replace(group, out=out)
+    changed = structs.replace(group, out=out)
     assert shown(changed).splitlines()[-2:] == [
         "  e2 is booting: on h, pid 7",
         "  e2 is gone: it left",
@@ -123,7 +123,7 @@ def test_texts_of_peers_do_not_command_the_terminal(
     """Nor do they make lines of their own; JSON stays JSON."""
     said = "\x1b]0;title\x07\x9b2J\u202e\ngroup other: version 9"
     out = (OutView("e7", "gone", said),)
-    text = shown(dataclasses.replace(group, out=out))
+    text = shown(structs.replace(group, out=out))
     assert "  e7 is gone: \\u001b]0;title\\u0007\\u009b2J\\u202e\\ngroup other: version 9\n" in text
     assert run(["status", "--json"]) == 0
     found = capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bus.journal.records import FrameReceived, FrameSent
 from bus.journal.render import decode_frame
 from bus.journal.replay import Difference, Unplayable, replay_lives
-from bus.messages import WIRE_MAJOR, WIRE_MINOR, Ack, Envelope, StatusRequest, Step
+from bus.messages import WIRE_VERSION, Ack, Envelope, StatusRequest, Step
 from bus.messages.codec import encode, encode_body
 from tests.sim.memory_network import Faults
 from tests.sim.world import SimWorld
@@ -42,7 +42,7 @@ def updated(world: SimWorld) -> None:
 def ask_status(world: SimWorld, route: bytes = b"o#1") -> None:
     """A stranger asks the broker for its view, and is answered."""
     body = encode_body(StatusRequest())
-    envelope = Envelope(WIRE_MAJOR, WIRE_MINOR, "STATUS_REQUEST", 1, 0, "o", 1, "", 0, 1, body)
+    envelope = Envelope(WIRE_VERSION, "STATUS_REQUEST", 1, 0, "o", 1, "", 0, 1, body)
     client = world.network.client(route)
     client.listen(lambda _frame: None)
     client.send(encode(envelope))

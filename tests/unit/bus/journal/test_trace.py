@@ -149,11 +149,9 @@ def test_what_is_not_finished_is_drawn_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("older", [False, True])
-def test_a_pause_has_the_spans_of_its_phases(ranks: int, older: bool) -> None:
-    """That of one phase has one, also where an older sidecar needs two."""
+def test_a_pause_has_the_spans_of_its_phases(ranks: int) -> None:
+    """That of one phase has one."""
     world = world_of(1, ranks=ranks)
-    world.engines["e0"].behaviour.older = older
     trainer = world.trainers["trainer"]
     trainer.run(trainer.pause(hold_ms=1.0))
     assert world.settle()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from bus.errors import DecodeError
 from bus.messages import (
     MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
     MAX_TENSORS,
-    WIRE_MAJOR,
-    WIRE_MINOR,
     WIRE_NAMES,
+    WIRE_VERSION,
     Ack,
     ChunkSent,
     CoordinatorFacts,
@@ -79,8 +78,7 @@ def plain(message: object) -> dict[str, Any]:
 def frame(body: bytes, *, kind: str = "PAUSE_LOCAL", **changes: Any) -> bytes:
     """A frame around a body, right but for ``changes``; a field of None is left out."""
     fields: dict[str, Any] = {
-        "wire_major": WIRE_MAJOR,
-        "wire_minor": WIRE_MINOR,
+        "wire_version": WIRE_VERSION,
         "kind": kind,
         "id": 5,
         "reply_to": 0,
@@ -143,8 +141,7 @@ def test_a_right_frame_is_read_whole() -> None:
         (frame(body_of(PAUSE), kind="K" * 65), NackCode.OVERSIZED, "kind"),
         (frame(body_of(PAUSE), boot=None), NackCode.MALFORMED, "boot"),
         (frame(body_of(PAUSE), colour="red"), NackCode.MALFORMED, "colour"),
-        (frame(body_of(PAUSE), wire_major=WIRE_MAJOR + 1), NackCode.WIRE_VERSION, "wire_major"),
-        (frame(body_of(PAUSE), wire_major=0), NackCode.WIRE_VERSION, "wire_major"),
+        (frame(body_of(PAUSE), wire_version=0), NackCode.WIRE_VERSION, "wire_version"),
         (frame(body_of(PAUSE), kind="EXPLODE"), NackCode.UNKNOWN_KIND, "kind"),
         (frame(body_of(PAUSE), kind=""), NackCode.UNKNOWN_KIND, "kind"),
     ],
@@ -156,60 +153,19 @@ def test_a_bad_envelope_is_refused_by_name(data: bytes, code: NackCode, field: s
     assert error.detail
 
 
-@pytest.mark.parametrize("minor", [WIRE_MINOR - 1, WIRE_MINOR + 1])
-def test_a_minor_version_that_is_one_apart_is_let_in(minor: int) -> None:
-    """Older or newer."""
-    envelope, message = codec.decode(frame(body_of(PAUSE), wire_minor=minor))
-    assert (envelope.wire_minor, message) == (minor, PAUSE)
-
-
-def test_a_minor_version_further_apart_is_refused_by_name() -> None:
+@pytest.mark.parametrize("version", [WIRE_VERSION - 1, WIRE_VERSION + 1])
+def test_another_wire_version_is_refused_by_name(version: int) -> None:
     """Who speaks which is in the text."""
-    error = refused(frame(body_of(PAUSE), wire_minor=WIRE_MINOR + 2))
-    assert (error.code, error.field) == (NackCode.WIRE_VERSION, "wire_minor")
-    assert f"trainer speaks wire version {WIRE_MAJOR}.{WIRE_MINOR + 2}" in error.detail
-    assert f"this side {WIRE_MAJOR}.{WIRE_MINOR}" in error.detail
+    error = refused(frame(body_of(PAUSE), wire_version=version))
+    assert (error.code, error.field) == (NackCode.WIRE_VERSION, "wire_version")
+    assert f"trainer speaks wire version {version}" in error.detail
+    assert f"this side {WIRE_VERSION}" in error.detail
 
 
-def test_a_newer_peer_may_say_more() -> None:
-    """What this side doesn't know it reads over, also inside; what it knows it needs, once."""
-    newer = WIRE_MINOR + 1
-    said = {**plain(FACTS), "colour": {"deep": [1]}}
-    data = frame(body_of(JOIN, engine=said, shade=3), kind="JOIN", wire_minor=newer)
-    assert codec.decode(data)[1] == JOIN
-    without = frame(body_of(PAUSE, mode=None, hurry=1), wire_minor=newer)
-    assert refused(without).field == "mode"
-    pairs = [(key, msgpack.packb(value)) for key, value in plain(PAUSE).items()]
-    twice = packed_map([*pairs, ("mode", msgpack.packb("keep"))])
-    assert "twice" in refused(frame(twice, wire_minor=newer)).detail
-
-
-def test_an_older_peer_may_not_say_more() -> None:
-    """It knows no field that this side doesn't."""
-    error = refused(frame(body_of(PAUSE, hurry=1), wire_minor=WIRE_MINOR - 1))
-    assert (error.code, error.field) == (NackCode.MALFORMED, "hurry")
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """A message to which a minor version has added a field."""
-
-    first: int
-    added: int = 7
-
-
-@pytest.mark.parametrize("minor", [WIRE_MINOR - 1, WIRE_MINOR, WIRE_MINOR + 1])
-def test_only_an_older_peer_may_leave_out_what_was_added(
-    minor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gets the default; anybody else has left out a field."""
-    grown: Any = (Grown, msgspec.msgpack.Decoder(Grown).decode)
-    monkeypatch.setitem(codec._KINDS, "GROWN", grown)
-    data = frame(msgpack.packb({"first": 1}), kind="GROWN", wire_minor=minor)
-    if minor < WIRE_MINOR:
-        assert codec.decode(data)[1] == Grown(1)
-    else:
-        assert refused(data).field == "added"
+def test_a_field_with_a_default_is_needed_too() -> None:
+    """Nothing is left out."""
+    error = refused(frame(body_of(PAUSE, one_phase=None)))
+    assert (error.code, error.field) == (NackCode.MALFORMED, "one_phase")
 
 
 def test_an_envelope_field_that_stands_twice_is_refused() -> None:
@@ -450,6 +406,6 @@ def test_what_is_clipped_is_not_refused() -> None:
     ):
         clipped = codec.clip(message)
         body = codec.encode_body(clipped)
-        head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], 1, 0, "e", 1, "policy", 0, 1)
+        head = (WIRE_VERSION, WIRE_NAMES[type(message)], 1, 0, "e", 1, "policy", 0, 1)
         assert codec.decode(codec.encode(Envelope(*head, body)))[1] == clipped
         assert codec.clip(clipped) is clipped

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus.protocol.dp.coordinator import Publish, StartCores
 from sidecar.dp_coordinator import frames
-from sidecar.dp_coordinator.frames import (
-    BadFrame,
-    CoreReport,
-    FirstRequest,
-    StartWave,
-    WaveStatus,
-)
+from sidecar.dp_coordinator.frames import BadFrame, CoreReport, FirstRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +30,8 @@ def test_vllms_own_bytes() -> None:
     assert frames.decode_core_frame([complete], 2) == CoreReport(1, complete=5)
     started = bytes.fromhex("990190c0cb3ff0000000000000c0c0c005c0")
     assert frames.decode_core_frame([started], 2) == CoreReport(1, started=5)
-    assert frames.encode_start_wave(StartWave(0, 0)) == (b"\x02", b"\x92\x00\x00")
-    assert frames.encode_wave_status(WaveStatus(1, running=False)) == b"\x93\xc0\x01\xc2"
+    assert frames.encode_start_wave(StartCores(0, 0)) == (b"\x02", b"\x92\x00\x00")
+    assert frames.encode_wave_status(Publish(1, running=False)) == b"\x93\xc0\x01\xc2"
 
 
 @given(st.integers(0, 65_535), waves)
@@ -54,7 +49,7 @@ def test_reports_arrive(rank: int, complete: int | None, started: int | None) ->
 
 @given(waves, st.booleans(), st.none() | st.integers(0, 7))
 def test_what_the_coordinator_says_arrives(wave: int, running: bool, excluded: int | None) -> None:
-    standing, start = WaveStatus(wave, running), StartWave(wave, excluded)
+    standing, start = Publish(wave, running), StartCores(wave, excluded)
     assert frames.decode_frame_to_front([frames.encode_wave_status(standing)]) == standing
     assert frames.decode_frame_to_core(frames.encode_start_wave(start)) == start
 

@@ -16,8 +16,7 @@ from aiohttp import web
 
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.messages import NackCode
-from sidecar.engine import ProbeResult
+from bus.messages import NackCode, ProbeResult
 from sidecar.vllm import connection_http
 from sidecar.vllm import engine as engine_module
 from sidecar.vllm.connection_http import HttpConnection

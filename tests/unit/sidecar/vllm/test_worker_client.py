@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from bus.errors import EngineError
 from bus.lora import adapter_backend, removal_backend
@@ -358,7 +359,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
     with pytest.raises(EngineError) as refused:
-        asyncio.run(steps(client).arm(MANIFEST, "model", replace(MAY, required=True)))
+        asyncio.run(steps(client).arm(MANIFEST, "model", structs.replace(MAY, required=True)))
     assert refused.value.code is NackCode.STAGING_REFUSED
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from bus.messages import EngineView, RequestLimits, Route
 from trainer_agent.rollouts.router import Router
@@ -148,7 +149,10 @@ def figures(name: str, in_flight: int, waiting: int = 0) -> EngineView:
         core_phase="",
         core_since_ms=0.0,
         waiting=waiting,
+        model="",
         dp_rank=0,
+        dp_size=1,
+        workers=1,
         version=0,
         pid=0,
         core_step=0,

@@ -13,9 +13,9 @@ import torch
 from bus.errors import Refused, UpdateFailed, WavebusError
 from bus.kept_dtypes import kept_refusal
 from bus.messages import GroupAck, NackCode, Step
+from bus.protocol.core.failures import Failure
 from bus.weight_transfer.base import Sender
 from trainer_agent.connection import Connection
-from trainer_agent.failures import own_nack
 from trainer_agent.update.chunk_stream import ChunkStream
 from trainer_agent.update.steps import Steps
 from trainer_agent.update.transport import Transport
@@ -138,7 +138,7 @@ def test_a_cast_is_planned_again_with_what_engines_keep() -> None:
 
     def refuses(code: NackCode, *names: str) -> bool:
         detail = kept_refusal(names).detail if names else "unknown: the model has no such tensor"
-        return stream.cast_less(Refused(own_nack(code, detail)))
+        return stream.cast_less(Refused(Failure(code, detail).nack("update")))
 
     assert stream.plan.manifest.is_cast
     assert not refuses(NackCode.MANIFEST_REFUSED)
@@ -222,7 +222,8 @@ def test_a_source_is_left_when_it_stands_still_or_a_rank_is_lost(*, lost: bool) 
         line = Connection("", role="trainer", name="t", group="g", timeout_s=LIMIT_S if lost else 1)
         stream.connection = line
         if lost:
-            line.lost_rank = own_nack(NackCode.PEER_LOST, "it was not heard", peer="rank-1")
+            lost_rank = Failure(NackCode.PEER_LOST, "it was not heard", "rank-1")
+            line.lost_rank = lost_rank.nack("update")
         expected = "rank-1: it was not heard" if lost else "next is 1, of chunk 1"
         with pytest.raises(WavebusError, match=expected):
             await stream.fill()

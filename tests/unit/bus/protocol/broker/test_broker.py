@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from bus.messages import (
     Abort,
@@ -738,7 +739,7 @@ def test_engines_that_do_not_answer_are_asked_again_and_the_others_are_not(bench
     assert messages(bench.broker.tick(999.0)) == []
     for now_ms in (1000.0, 2000.0):
         (again,) = [each for each in bench.broker.tick(now_ms) if isinstance(each, Send)]
-        assert (again.message, again.routes) == (replace(PAUSE, one_phase=True), (b"e1#1",))
+        assert (again.message, again.routes) == (structs.replace(PAUSE, one_phase=True), (b"e1#1",))
     assert bench.broker.next_deadline_ms() <= 3000.0
 
 
@@ -892,7 +893,7 @@ def test_a_start_before_its_turn_does_not_outlive_its_trainer(bench: Bench) -> N
     bench.trainer("t2")
     bench.say("t2", make_arm("u2", MANIFEST))
     bench.all_ack(Step.ARM, "u2")
-    bench.say("t2", replace(PAUSE, update_id="u2"))
+    bench.say("t2", structs.replace(PAUSE, update_id="u2"))
     effects = bench.all_ack(Step.PAUSE_GLOBAL, "u2")
     assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
 
@@ -912,7 +913,7 @@ def test_a_version_that_only_the_trainer_knows_is_not_given_twice(bench: Bench) 
     """This broker is new, and the engine that serves it has not joined yet."""
     bench.say("e0", engine_join(dp_group="e0", version=7))
     bench.trainer()
-    arm = replace(make_arm("u1", MANIFEST), version=11)
+    arm = structs.replace(make_arm("u1", MANIFEST), version=11)
     assert only(bench.say("t", arm), Arm).version == 12
 
 
@@ -942,7 +943,7 @@ def test_a_manifest_that_contradicts_itself_reaches_no_engine(bench: Bench, fiel
     bench.trainer()
     arm = make_arm("u1", MANIFEST)
     wrong = {"digest": "0", "names": ("a", "a"), "dtypes": ("x", "y"), "shapes": ((1,),)}
-    object.__setattr__(arm, field, wrong.get(field, (9,)))
+    structs.force_setattr(arm, field, wrong.get(field, (9,)))
     effects = bench.say("t", arm)
     assert nack_in(effects).code is NackCode.MANIFEST_REFUSED
     assert nack_in(effects).field == field
@@ -965,7 +966,7 @@ def test_chunks_are_taken_in_order_and_once(bench: Bench) -> None:
     assert answered(bench.all_ack(Step.CHUNK, chunk=0)) == [51, 52, 54, 55, 56]
     assert only(bench.say("t", first, msg_id=53), GroupAck).step is Step.CHUNK
     beyond = make_chunk("u1", MANIFEST, 1, 1)
-    object.__setattr__(beyond, "chunk", 2)
+    structs.force_setattr(beyond, "chunk", 2)
     assert nack_in(bench.say("t", beyond)).field == "chunk"
 
 
@@ -1032,7 +1033,7 @@ def silent_until(bench: Bench, now_ms: float, *, moves: bool = False) -> list[Ef
         for name in ("e0", "e1"):
             effects += bench.say(name, BEAT)
         taken = int(bench.now_ms // 50_000) if moves else 0
-        effects += bench.say("t", replace(BEAT, in_flight=taken))
+        effects += bench.say("t", structs.replace(BEAT, in_flight=taken))
         effects += bench.broker.tick(bench.now_ms)
     return [each for each in effects if not is_beat_ack(each)]
 
@@ -1205,7 +1206,7 @@ def test_with_nobody_left_both_messages_of_a_chunk_are_refused_with_the_reason(
 def test_a_chunk_of_another_manifest_reaches_no_engine(bench: Bench) -> None:
     """It is refused by its digest."""
     bench.loading()
-    chunk = replace(make_chunk("u1", MANIFEST, 0, 1), digest="0" * 64)
+    chunk = structs.replace(make_chunk("u1", MANIFEST, 0, 1), digest="0" * 64)
     effects = bench.say("t", chunk)
     assert (nack_in(effects).code, nack_in(effects).field) == (NackCode.MANIFEST_REFUSED, "digest")
     assert not [each for each in messages(effects) if isinstance(each, WeightChunkMeta)]
@@ -1478,7 +1479,7 @@ def test_a_jump_above_what_the_group_has_is_refused(bench: Bench, field: str, nu
 
 def test_an_arm_that_asks_for_a_version_far_above_is_refused(bench: Bench) -> None:
     bench.paused()
-    nack = nack_in(bench.say("t", replace(make_arm("u1", MANIFEST), version=2**53)))
+    nack = nack_in(bench.say("t", structs.replace(make_arm("u1", MANIFEST), version=2**53)))
     assert (nack.code, nack.field) == (NackCode.MALFORMED, "version")
 
 
@@ -1514,7 +1515,9 @@ def test_an_engine_that_was_behind_has_no_say_after_a_restart(bench: Bench) -> N
     """Its admission was closed when it joined; the others serve the group's version."""
     behind = engine_join(dp_group="e0", version=6)
     assert behind.engine is not None
-    bench.say("e0", replace(behind, engine=replace(behind.engine, closed=True)), epoch=4)
+    bench.say(
+        "e0", structs.replace(behind, engine=structs.replace(behind.engine, closed=True)), epoch=4
+    )
     bench.say("e1", engine_join(dp_group="e1", version=7), epoch=4)
     assert bench.broker.groups["policy"].version == 7
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from bus.messages import Heartbeat, Join, RoutesChange, WaitEngines, codec
 from bus.protocol.core.effects import Note, Send

@@ -6,8 +6,7 @@ import pytest
 
 from bus.errors import DecodeError
 from bus.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
+    WIRE_VERSION,
     Envelope,
     Heartbeat,
     HeartbeatAck,
@@ -210,6 +209,6 @@ def test_groups_that_nobody_is_in_are_forgotten_when_there_are_too_many() -> Non
 def test_a_number_that_would_grow_past_the_wire_is_refused() -> None:
     """An epoch is counted up: what no frame could carry is never taken in."""
     body = codec.encode_body(TRAINER_JOIN)
-    head = (WIRE_MAJOR, WIRE_MINOR, "JOIN", 1, 0, "t", 1, "policy")
+    head = (WIRE_VERSION, "JOIN", 1, 0, "t", 1, "policy")
     with pytest.raises(DecodeError, match="epoch"):
         codec.decode(codec.encode(Envelope(*head, 2**64 - 1, 1, body)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from bus.messages import HeartbeatAck, Route, Routes, RoutesChange, RoutesRequest
 from bus.protocol.core.followed_routes import FollowedRoutes

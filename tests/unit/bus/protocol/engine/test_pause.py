@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, PauseMode, Resume, Step
 from bus.protocol.core.effects import Send

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from bus.messages import (
     Abort,
@@ -76,7 +77,7 @@ def test_a_refusal_names_the_step_and_the_chunk() -> None:
     """So that the broker knows what is off."""
     driver = Driver().started()
     bad = make_chunk("u1", MANIFEST, 1, 1)
-    object.__setattr__(bad, "chunk", 5)
+    structs.force_setattr(bad, "chunk", 5)
     nack = nack_in(driver.command(bad))
     assert (nack.step, nack.update_id, nack.chunk) == (Step.CHUNK, "u1", 5)
 

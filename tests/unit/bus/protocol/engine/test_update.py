@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from bus.manifest import NO_TENSORS, Manifest
 from bus.messages import (
@@ -341,7 +342,7 @@ def test_a_part_that_contradicts_what_came_before_is_refused(
 ) -> None:
     driver = Driver().to(_S.LOADING)
     part = make_part("u1", OPEN, PART)
-    sent = part.without_tensors() if not value else replace(part, **{field: value})
+    sent = part.without_tensors() if not value else structs.replace(part, **{field: value})
     with pytest.raises(Declined) as declined:
         driver.update.extend(8, sent)
     assert declined.value.failure.code is code
@@ -439,7 +440,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(field: str, value: object
     """By name, and nothing is armed."""
     driver = Driver()
     message = make_arm("u1", MANIFEST, version=4)
-    object.__setattr__(message, field, value)
+    structs.force_setattr(message, field, value)
     with pytest.raises(Declined) as declined:
         driver.update.arm(2, message)
     assert declined.value.failure.code is NackCode.MANIFEST_REFUSED
@@ -517,7 +518,7 @@ def test_a_chunk_that_the_manifest_does_not_have_is_refused() -> None:
     """The field is named."""
     driver = Driver().to(_S.LOADING)
     message = make_chunk("u1", MANIFEST, 0, 1)
-    object.__setattr__(message, "chunk", CHUNKS)
+    structs.force_setattr(message, "chunk", CHUNKS)
     with pytest.raises(Declined) as declined:
         driver.update.chunk(9, message)
     assert declined.value.failure.field == "chunk"
@@ -739,7 +740,7 @@ def test_what_vllms_own_engines_receive_they_have_loaded() -> None:
         opening = TransferInit("t1", "vllm:nccl", b"p", 0, 0, {})
         driver.issue(driver.update.open(1, opening))
         driver.returned()
-        arm = replace(make_arm("u1", MANIFEST, version=4), backend="vllm:nccl")
+        arm = structs.replace(make_arm("u1", MANIFEST, version=4), backend="vllm:nccl")
         driver.issue(driver.update.arm(2, arm))
         driver.returned()
         driver.start()
@@ -763,7 +764,7 @@ def arm_with(driver: Driver, backend: str, update_id: str, version: int = 4) -> 
     opening = TransferInit(f"t-{update_id}", backend, b"p", 0, 0, {})
     driver.issue(driver.update.open(1, opening))
     driver.returned()
-    arm = replace(make_arm(update_id, MANIFEST, version=version), backend=backend)
+    arm = structs.replace(make_arm(update_id, MANIFEST, version=version), backend=backend)
     return driver.issue(driver.update.arm(2, arm))
 
 
@@ -850,8 +851,8 @@ def remove(driver: Driver, update_id: str, version: int) -> None:
     """As far as it is finished: no chunk comes."""
     driver.issue(driver.update.open(1, TransferInit(f"t-{update_id}", REMOVAL, b"", 0, 0, {})))
     driver.returned()
-    arm = replace(make_arm(update_id, NO_TENSORS, version=version), backend=REMOVAL)
-    driver.issue(driver.update.arm(2, replace(arm, after=driver.update.version)))
+    arm = structs.replace(make_arm(update_id, NO_TENSORS, version=version), backend=REMOVAL)
+    driver.issue(driver.update.arm(2, structs.replace(arm, after=driver.update.version)))
     driver.returned()
     driver.start(update_id)
     driver.returned()
@@ -894,7 +895,7 @@ def test_an_update_brings_tensors_or_removes(manifest: Manifest, backend: str) -
     driver = Driver(opened=False)
     driver.issue(driver.update.open(1, TransferInit("t1", backend, b"", 0, 0, {})))
     driver.returned()
-    arm = replace(make_arm("u1", manifest, version=4), backend=backend)
+    arm = structs.replace(make_arm("u1", manifest, version=4), backend=backend)
     with pytest.raises(Declined) as declined:
         driver.update.arm(2, arm)
     assert declined.value.failure.code is NackCode.MANIFEST_REFUSED
@@ -908,7 +909,7 @@ def test_an_engine_that_missed_an_update_drops_its_adapters(after: int, backend:
     driver.issue(driver.update.open(1, TransferInit("t1", backend, b"", 0, 0, {})))
     driver.returned()
     manifest = NO_TENSORS if backend == REMOVAL else MANIFEST
-    arm = replace(make_arm("u1", manifest, version=9), backend=backend, after=after)
+    arm = structs.replace(make_arm("u1", manifest, version=9), backend=backend, after=after)
     driver.issue(driver.update.arm(2, arm))
     assert driver.calls[-1] == ArmManifest(
         manifest, "model", drops_adapters=after != 3, digest=manifest.digest()
@@ -932,7 +933,7 @@ class Patched(Driver):
 
     def arm_patch(self, base: int, update_id: str = "u1", version: int = 9) -> None:
         arm = make_arm(update_id, PATCH, version=version, base=base)
-        arm = replace(arm, backend="vllm:sparse_nccl", after=self.update.version)
+        arm = structs.replace(arm, backend="vllm:sparse_nccl", after=self.update.version)
         self.issue(self.update.arm(2, arm))
 
     def refused_patch(self, base: int, update_id: str = "u1") -> Failure:
@@ -1061,9 +1062,9 @@ def test_what_is_half_a_patch_is_refused(
     change: dict[str, Any], code: NackCode, field: str
 ) -> None:
     """With a base go counts, and a transport of patches."""
-    arm = replace(make_arm("u1", PATCH, version=4, base=3), backend="vllm:sparse_nccl")
+    arm = structs.replace(make_arm("u1", PATCH, version=4, base=3), backend="vllm:sparse_nccl")
     with pytest.raises(Declined) as declined:
-        Patched().update.arm(2, replace(arm, **change))
+        Patched().update.arm(2, structs.replace(arm, **change))
     failure = declined.value.failure
     assert (failure.code, failure.field) == (code, field)
 
@@ -1072,7 +1073,7 @@ def test_a_whole_set_of_weights_is_no_patch() -> None:
     """Nor has it a base, or goes where patches go."""
     for change in ({"base": 3}, {"backend": "vllm:sparse_nccl"}):
         with pytest.raises(Declined):
-            Driver().update.arm(2, replace(make_arm("u1", MANIFEST, version=4), **change))
+            Driver().update.arm(2, structs.replace(make_arm("u1", MANIFEST, version=4), **change))
 
 
 def test_an_abort_while_a_chunk_is_loaded_finds_it_loaded() -> None:

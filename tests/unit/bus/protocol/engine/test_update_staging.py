@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from bus.messages import (
     Abort,
@@ -122,7 +123,9 @@ def test_a_transport_of_vllms_own_is_staged_as_any_other() -> None:
     for k in range(MANIFEST.chunks):
         driver.command(make_chunk("u1", MANIFEST, k, 1))
         assert isinstance(driver.running, ReceiveChunk)
-        driver.command(replace(make_sent("u1", MANIFEST, k, 1), verify="unsupported", sums=()))
+        driver.command(
+            structs.replace(make_sent("u1", MANIFEST, k, 1), verify="unsupported", sums=())
+        )
         assert only(driver.returned(), Ack).chunk == k
         assert not driver.session.update.is_mixed
     driver.command(UpdateFinish("u1"))
@@ -206,7 +209,7 @@ def test_a_pause_comes_before_a_swap_that_waits() -> None:
     """Behind it, it would wait as well, and the peer ranks for the pause."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
-    effects = driver.command(replace(PAUSE, update_id="p1"))
+    effects = driver.command(structs.replace(PAUSE, update_id="p1"))
     assert CallCancel() in effects
     assert nack_in(driver.failed(NackCode.CALLED_OFF)).code is NackCode.CALLED_OFF
     assert isinstance(driver.running, CallPause)
@@ -228,7 +231,7 @@ def test_a_peers_pause_comes_before_it_as_well() -> None:
 def test_an_engine_alone_swaps_in_a_pause_too() -> None:
     """Nobody else is at a step."""
     driver = Driver().stages()
-    driver.command(replace(PAUSE, update_id="p1"))
+    driver.command(structs.replace(PAUSE, update_id="p1"))
     driver.returned()
     assert driver.command(COMMIT) == [SwapStaged(4, clear_cache=True)]
     driver.returned()
@@ -296,7 +299,7 @@ def test_who_was_behind_opens_its_door_with_the_swap_before_a_pause(when: str) -
     driver.take(driver.session.on_group_version(4, 0.0))
     driver.returned()
     driver.stages()
-    pause = replace(PAUSE, update_id="p1")
+    pause = structs.replace(PAUSE, update_id="p1")
     if when == "is made":
         driver.command(pause)
         driver.returned()
@@ -348,7 +351,7 @@ def test_what_cannot_be_staged_is_said_when_it_is_armed(
     arm = make_arm("u1", MANIFEST, version=4, staging=STAGING)
     counts = change.get("counts", ())
     digest = replace(MANIFEST, counts=counts).digest()
-    driver.command(replace(arm, **change, digest=digest))
+    driver.command(structs.replace(arm, **change, digest=digest))
     assert why in only(driver.returned(Done(room=room)), Armed).why_paused
     nack = nack_in(driver.command(UpdateStart("u1", staged=True)))
     assert nack.code is NackCode.STAGING_REFUSED

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from bus.messages import (
     Abort,
@@ -43,7 +42,7 @@ class WithCanary(Bench):
             ranks = sum(each.partition("/")[0] == dp_group for each in names)
             join = engine_join(dp_group=dp_group, dp_rank=int(rank or 0), dp_size=ranks)
             assert join.engine is not None
-            engine = replace(join.engine, canary=way)  # type: ignore[arg-type]
+            engine = replace(join.engine, canary=way)
             self.say(name, replace(join, engine=engine))
         self.say("t", TRAINER_JOIN)
         self.epoch = self.broker.groups["policy"].epoch

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from bus.messages import (
     Ack,
@@ -263,7 +263,7 @@ def test_engines_catch_up_with_the_whole_model_of_the_groups_version(
     scene = keeping(1, 1, draft=True)
     behind(scene)
     arm = make_arm("u9", MANIFEST, version=1, scope=("e1",))
-    assert scene.refused(replace(arm, **change)) is NackCode.WRONG_STATE  # type: ignore[arg-type]
+    assert scene.refused(replace(arm, **change)) is NackCode.WRONG_STATE
     assert named in str(scene.trainer.outcomes[-1].error)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from bus.messages import (
     Arm,
@@ -22,7 +22,7 @@ from bus.messages import (
     TransferPlan,
 )
 from bus.protocol.broker.broker import Broker
-from bus.protocol.group.engine_registry import Communicator, communicator
+from bus.protocol.group.engine_registry import communicator
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
@@ -52,7 +52,7 @@ FOUR: tuple[Engine, ...] = (
 )
 
 
-def made_of(engines: tuple[Engine, ...]) -> Communicator:
+def made_of(engines: tuple[Engine, ...]) -> TransferPlan:
     return communicator(
         peer(
             name,
@@ -68,7 +68,7 @@ def test_rank_0_is_the_trainers_and_workers_follow_each_other() -> None:
     made = made_of(FOUR)
     assert made.world_size == 1 + 2 + 2 + 1 + 4
     assert made.first_ranks == {"e2": 1, "e0": 2, "e1": 4, "e3": 6}
-    assert made.number > 0
+    assert made.communicator > 0
 
 
 def test_ranks_are_contiguous_whatever_the_names() -> None:
@@ -102,7 +102,7 @@ def test_the_same_members_are_the_same_communicator() -> None:
 )
 def test_other_members_are_another_communicator(changed: tuple[Engine, ...]) -> None:
     """Also where the same names take part, in another life or another place."""
-    assert made_of(changed).number != made_of(FOUR).number
+    assert made_of(changed).communicator != made_of(FOUR).communicator
 
 
 class Bench:
@@ -154,7 +154,7 @@ def test_a_plan_is_what_the_engines_would_be_told() -> None:
     bench = Bench()
     plan = bench.plan()
     expected = made_of(FOUR)
-    assert (plan.communicator, plan.world_size) == (expected.number, expected.world_size)
+    assert (plan.communicator, plan.world_size) == (expected.communicator, expected.world_size)
     init = TransferInit("t1", "gloo", b"p", plan.communicator, 0, {})
     told = only(bench.ask(init), TransferInit)
     expected_init = replace(init, world_size=expected.world_size, first_ranks=expected.first_ranks)
@@ -210,10 +210,10 @@ def test_a_plan_of_a_group_without_engines_is_refused() -> None:
 
 def test_a_dp_group_that_is_not_whole_is_not_in_the_plan() -> None:
     """It does not take part until it is."""
-    assert Bench((FOUR[0], *FOUR[2:])).plan().communicator == made_of(FOUR[2:]).number
+    assert Bench((FOUR[0], *FOUR[2:])).plan().communicator == made_of(FOUR[2:]).communicator
     bench = Bench()
     bench.leave(FOUR[1])
-    assert bench.plan().communicator == made_of(FOUR[2:]).number
+    assert bench.plan().communicator == made_of(FOUR[2:]).communicator
 
 
 def test_a_fresh_broker_plans_the_same() -> None:

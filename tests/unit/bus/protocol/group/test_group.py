@@ -68,37 +68,15 @@ def test_an_update_reaches_every_engine_with_one_pause() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])
-def test_engines_without_peer_ranks_are_asked_once_and_older_sidecars_twice(
-    sizes: tuple[int, int],
-) -> None:
+def test_engines_without_peer_ranks_are_asked_once(sizes: tuple[int, int]) -> None:
     """Beside a DP group of two ranks, all are asked twice."""
     scene = Scene(*sizes)
-    scene.engine("e1").behaviour.older = True
     scene.update()
     assert scene.settled().error is None
     for engine in scene.world.live_engines:
         asked = [each for each in engine.commands if isinstance(each, PauseLocal | PauseGlobal)]
-        twice = sizes != (1, 1) or engine.behaviour.older
-        assert [type(each) for each in asked] == [PauseLocal, PauseGlobal][: 1 + twice]
+        assert [type(each) for each in asked] == [PauseLocal, PauseGlobal][: max(sizes)]
         assert (engine.truth.pauses, engine.truth.resumes) == (1, 1)
-
-
-def test_an_older_sidecar_whose_second_phase_is_lost_is_asked_for_both_again() -> None:
-    """It acks the first one again, though its pause has returned."""
-    scene = Scene(1, 1)
-    older = scene.engine("e1")
-    older.behaviour.older = True
-    older.behaviour.hold.add(CallPause)
-    scene.pause()
-    assert scene.world.run_until(lambda: PauseLocal in commands(older))
-    scene.world.network.cut(older.route)
-    older.release(CallPause)
-    scene.world.run_for(1500.0)
-    assert PauseGlobal not in commands(older)
-    scene.world.network.heal(older.route)
-    assert scene.settled().error is None
-    assert scene.running() == {"e0", "e1"}
-    assert (older.truth.pauses, older.truth.resumes) == (1, 1)
 
 
 def test_a_group_that_nobody_joined_is_unknown() -> None:

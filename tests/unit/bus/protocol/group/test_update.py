@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from bus.messages import (
     Abort,
@@ -56,7 +57,7 @@ def machine(state: UpdateState, quorum: int = 1, *, communicator: int = 0) -> Up
         update.open(TransferInit("t1", "sim", b"", 0, 0, {}), MEMBERS, 0.0)
         return update
     is_open = state is _S.EXTENDING
-    arm = replace(ARM, quorum=quorum, communicator=communicator, is_open=is_open)
+    arm = structs.replace(ARM, quorum=quorum, communicator=communicator, is_open=is_open)
     update.arm(arm, MEMBERS, 0.0)
     if state is _S.ARMING:
         return update
@@ -370,7 +371,7 @@ def test_nobody_enters_a_collective_without_who_is_overdue_or_lost(
     """The update is given up before it begins, and waits for those alone who are left; at ARM the
     trainer hears that it needs another communicator."""
     update = UpdateMachine()
-    update.arm(replace(ARM, communicator=5), MEMBERS, 0.0)
+    update.arm(structs.replace(ARM, communicator=5), MEMBERS, 0.0)
     if state is not _S.ARMING:
         all_ack(update, Step.ARM)
     if state is _S.STARTING:
@@ -390,7 +391,7 @@ def test_an_engine_that_is_lost_ends_an_update_whose_chunks_need_it(sent: int) -
     """Of three chunks some are sent. The rest would be collectives of all, which can't end; when
     all have been sent, the others go on alone."""
     update = UpdateMachine()
-    update.arm(replace(ARM, communicator=5), MEMBERS, 0.0)
+    update.arm(structs.replace(ARM, communicator=5), MEMBERS, 0.0)
     all_ack(update, Step.ARM)
     update.start(UpdateStart("u1"), 1.0)
     all_ack(update, Step.START)
@@ -412,7 +413,7 @@ def test_a_chunk_that_ends_its_update_is_not_done(communicator: int, quorum: int
     """Not even if who is left has applied it: after a chunk that is done, the trainer would enter
     the next one's collective alone."""
     update = UpdateMachine()
-    update.arm(replace(ARM, communicator=communicator, quorum=quorum), MEMBERS, 0.0)
+    update.arm(structs.replace(ARM, communicator=communicator, quorum=quorum), MEMBERS, 0.0)
     all_ack(update, Step.ARM)
     update.start(UpdateStart("u1"), 1.0)
     all_ack(update, Step.START)

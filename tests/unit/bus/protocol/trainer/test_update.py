@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from bus.errors import BusTimeout, Refused, UpdateFailed, WavebusError, refusal
 from bus.messages import (
@@ -54,7 +55,7 @@ class Run:
 
     def hold(self, *, asleep: bool = False) -> None:
         """The trainer has paused the group before."""
-        self.window.on_acked(replace(REQUEST.pause, update_id="p0"), EPOCH)
+        self.window.on_acked(structs.replace(REQUEST.pause, update_id="p0"), EPOCH)
         if asleep:
             self.window.on_asked(Sleep("p0", 1), EPOCH)
 
@@ -136,7 +137,7 @@ def test_a_staged_update_takes_no_pause() -> None:
     run.update.finish()
     assert kinds(run.update.commit("", ())) == [Commit]
     other = Run(replace(REQUEST, staging=STAGING))
-    other.ack(other.arm(), replace(ACK, why_paused="no memory"))
+    other.ack(other.arm(), structs.replace(ACK, why_paused="no memory"))
     assert other.update.start() == [REQUEST.pause, UpdateStart("u1", staged=False)]
 
 
@@ -195,7 +196,7 @@ def test_a_catch_up_brings_the_version_that_they_lack() -> None:
 def test_probes_come_before_the_commit() -> None:
     """ARM says what the pause leaves of requests: of the pause that is held, if there is one."""
     run = Run(replace(REQUEST, has_canary=True))
-    run.window.on_acked(replace(REQUEST.pause, update_id="p0", mode="abort"), EPOCH)
+    run.window.on_acked(structs.replace(REQUEST.pause, update_id="p0", mode="abort"), EPOCH)
     (arm,) = run.arm()
     assert isinstance(arm, Arm)
     assert arm.canary == "abort"
