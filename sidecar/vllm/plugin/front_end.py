@@ -48,14 +48,14 @@ STREAMED_VERSIONS: Final = Seam(
     ("streamed_versions",),
     (
         Takes(f"{_STATE}._weight_version_spans", "self"),
-        Has("vllm.outputs:CompletionOutput", ("weight_versions",)),
+        Has("vllm.outputs:CompletionOutput", "weight_versions"),
         Says(
             "vllm.outputs:RequestOutput.add",
-            ("completion.weight_versions = next_completion.weight_versions",),
+            "completion.weight_versions = next_completion.weight_versions",
         ),
         Says(
             "vllm.entrypoints.scale_out.token_in_token_out.serving",
-            ("weight_versions=output.weight_versions",),
+            "weight_versions=output.weight_versions",
         ),
     ),
     process="core",
@@ -66,9 +66,9 @@ TOKEN_CHECKS: Final = Seam(
     (
         Says(
             "vllm.v1.engine.input_processor:InputProcessor",
-            ("self.renderer.validate_token_ids(prompt_ids)",),
+            "self.renderer.validate_token_ids(prompt_ids)",
         ),
-        Has("vllm.config.model:ModelConfig", ("get_vocab_size",)),
+        Has("vllm.config.model:ModelConfig", "get_vocab_size"),
         Has("vllm.exceptions:VLLMValidationError"),
     ),
     process="core",
