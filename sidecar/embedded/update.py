@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity, require_capacity
 from bus.weight_transfer.registry import make_receiver
@@ -173,13 +173,13 @@ class Updater:
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
-            raise _wrong_state("nothing can be staged beside weights that are not a version's")
+            raise wrong_state("nothing can be staged beside weights that are not a version's")
         self._core.memory.require_weights("an update")
         if self._armed is None:
-            raise _wrong_state("no manifest is armed")
+            raise wrong_state("no manifest is armed")
         if not recover and self._state is not UpdaterState.IDLE:
             hint = "; only a whole update with recover frees the engine" if self._foreign else ""
-            raise _wrong_state(f"an earlier update is still {self._state.value}{hint}")
+            raise wrong_state(f"an earlier update is still {self._state.value}{hint}")
         self._chunks.clear()
         self._take_manifest(self._armed)
         self._unloaded.begin(self._armed.names, is_open=self._armed.is_open)
@@ -203,7 +203,7 @@ class Updater:
         """Receives a chunk of the current update, and keeps it until it is loaded."""
         self._loading("receive")
         if chunk.seq in self._loaded:
-            raise _wrong_state(f"chunk {chunk.seq} is loaded already")
+            raise wrong_state(f"chunk {chunk.seq} is loaded already")
         self._chunks.begin(chunk.seq, self._metas, chunk.backend, chunk.handle)
         try:
             self._chunks.take(chunk.seq)
@@ -253,7 +253,7 @@ class Updater:
             return
         self._loading("restore")
         if self._foreign:
-            raise _wrong_state("restore after a load: only a whole update frees the engine")
+            raise wrong_state("restore after a load: only a whole update frees the engine")
         self._chunks.clear()
         self._state = UpdaterState.IDLE
 
@@ -263,20 +263,20 @@ class Updater:
         if not self.staged:
             self._core.require_paused("finish")
         if missing := manifest.chunks - len(self._loaded):
-            raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
+            raise wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
         self._expected.check_whole(manifest)
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
         """Rejects the call named ``what`` unless a whole update is loaded and not committed."""
         if self._state is not UpdaterState.FINISHED:
-            raise _wrong_state(f"{what} while the update is {self._state.value}")
+            raise wrong_state(f"{what} while the update is {self._state.value}")
 
     def commit(self, version: int) -> None:
         """Makes the engine report the loaded weights as ``version`` from now on."""
         self.require_finished("commit")
         if version < 1:
-            raise _wrong_state(f"version {version} does not follow {self._core.version}")
+            raise wrong_state(f"version {version} does not follow {self._core.version}")
         self._core.version = version
         self._foreign = False
         self._state = UpdaterState.IDLE
@@ -323,7 +323,7 @@ class Updater:
         in_place = self._state is not UpdaterState.IDLE and not self.staged
         if in_place or self._foreign:
             mixed = ", with weights that are not the version's" if self._foreign else ""
-            raise _wrong_state(f"resume while an update is {self._state.value}{mixed}")
+            raise wrong_state(f"resume while an update is {self._state.value}{mixed}")
 
     def _end_staging(self) -> None:
         self._chunks.clear()
@@ -334,7 +334,7 @@ class Updater:
 
     def _loading(self, what: str) -> Manifest:
         if self._state is not UpdaterState.LOADING or self._manifest is None:
-            raise _wrong_state(f"{what} while the update is {self._state.value}")
+            raise wrong_state(f"{what} while the update is {self._state.value}")
         return self._manifest
 
     def _take_manifest(self, manifest: Manifest) -> None:
@@ -350,10 +350,6 @@ class Updater:
 def _unloaded_tensors(model: ModelRunner) -> UnloadedTensors:
     frequencies = rotary_frequencies(model.config)
     return UnloadedTensors(next(iter(model.expected.optional), ""), lambda _name: frequencies)
-
-
-def _wrong_state(detail: str) -> EngineError:
-    return EngineError(detail, code=NackCode.WRONG_STATE)
 
 
 def _size_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.kept_dtypes import kept_refusal
 from bus.messages import NackCode
 from sidecar.transfer import check_room
@@ -224,5 +224,5 @@ def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
         EngineError: code ``wrong_state``: no update was armed.
     """
     if armed is None:
-        raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
+        raise wrong_state("receive before a manifest was armed")
     return armed

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import set_current_vllm_config
 
 from bus import vllm_payloads
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
-from sidecar.transfer.unloaded import CheckedLoading
+from sidecar.transfer.unloaded import CheckedLoading, refused
 from sidecar.vllm.plugin import agreement, operations
-from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
 from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
@@ -90,10 +89,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         update, next_seq = self._begun
         due = next_seq if update is armed else 0
         if operation.seq != due:
-            raise EngineError(
-                f"chunk {operation.seq} is out of turn: chunk {due} comes next",
-                code=NackCode.WRONG_STATE,
-            )
+            raise wrong_state(f"chunk {operation.seq} is out of turn: chunk {due} comes next")
         self._begun = armed, due + 1
         info = self._update_info(armed, operation)
         metas = require_chunk(armed.announced.chunks, operation.seq)
