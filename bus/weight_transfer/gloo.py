@@ -124,7 +124,7 @@ def _join(init: GlooInit, place: RankAssignment, point: MeetingPoint | None) -> 
         here = rendezvous.address_towards(init.host)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # noqa: SLF001
         if point is not None:  # the others wait in the store for an end that is lost
-            barrier.on_lost = lambda _: point.close()
+            barrier.call_when_lost(lambda _: point.close())
         group = dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
     except BaseException as error:
         try:

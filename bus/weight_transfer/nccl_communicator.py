@@ -91,7 +91,7 @@ class NcclCommunicator:
         self._aborted = False
         self._announced: queue.SimpleQueue[Broadcast | None] = queue.SimpleQueue()
         self._entered: queue.SimpleQueue[Broadcast | None] = queue.SimpleQueue()
-        barrier.on_lost = lambda _: self._leave()
+        barrier.call_when_lost(lambda _: self._leave())
         for run in (self._enter_all, self._end_all):
             threading.Thread(target=run, name="wavebus-nccl", daemon=True).start()
 

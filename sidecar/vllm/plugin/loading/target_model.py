@@ -120,10 +120,7 @@ class TargetModel:
         Raises:
             EngineError: as :meth:`check`, in all workers.
         """
-        agreement.run_before_any_continues(lambda: self._check_whole(manifest))
-
-    def _check_whole(self, manifest: Manifest) -> None:
-        self.checker.check_whole(manifest)
+        agreement.run_before_any_continues(lambda: self.checker.check_whole(manifest))
 
     def begin(self, armed: ArmedUpdate | None) -> None:
         """Begins to check tensors of an update that have no parameter of their own."""

@@ -157,9 +157,6 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         self._stager.channel.close()
         self._receiver.close()
 
-    def _channel_name(self) -> str:
-        return self._stager.channel.name
-
     @property
     def wavebus_room(self) -> StagingCapacity:
         """How much memory staging the armed update needs, or why it can't be staged."""
@@ -209,7 +206,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
-                return operations.Done(channel=self._channel_name())
+                return operations.Done(channel=stager.channel.name)
             case operations.Open():
                 return operations.Done(ahead=self.open_transfer(operation))
             case operations.Drain():
@@ -290,12 +287,9 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
     def _close(self, worker: Any) -> None:
         if self.session.open:
-            self._discard()
+            self._receiver.clear()
+            self._loadable[self._target].discard()
             self.session.close(worker)
-
-    def _discard(self) -> None:
-        self._receiver.clear()
-        self._loadable[self._target].discard()
 
     def open_transfer(self, operation: operations.Open) -> int:
         """Connects to the sender; returns how many chunks may be received before one is loaded.

@@ -33,7 +33,7 @@ from sidecar.vllm.plugin.worker.native_transport import VllmTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bus.manifest import Manifest, TensorMeta
+    from bus.manifest import Manifest
     from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.packing import Tensors
     from sidecar.vllm.plugin.loading.target_model import ArmedUpdate
@@ -165,7 +165,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._transport.is_open or operation.backend != self._receiver.backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = require_chunk(armed.announced.chunks, operation.seq)
-        columns = _columns(metas, armed.counts(operation.seq))
+        columns = vllm_payloads.columns_of(metas, armed.counts(operation.seq))
         return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _post_process(self) -> None:
@@ -270,16 +270,6 @@ class NativeUpdates(WavebusWeightTransferEngine):
 def _require_rank(place: RankAssignment) -> None:
     if not place.communicator:
         raise transfer_failed("a place in a communicator is asked for, and none was given")
-
-
-def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """Returns a chunk's tensors as vLLM's update info names them; only a patch has ``counts``."""
-    return {
-        "names": [meta.name for meta in metas],
-        "dtype_names": [meta.dtype for meta in metas],
-        "shapes": [list(meta.shape) for meta in metas],
-        "num_updates_list": list(counts),
-    }
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
