@@ -17,7 +17,7 @@ are numbered from 1, and several may be announced ahead.
     any       ENTERED    finish n                   IDLE
     any       ENTERED    for over BEAT_S            ENTERED   asks the other ends whether they live
     any       any        a connection ends; an end  LOST      closes its connections, so that all
-                         asked has not answered for           other ends are LOST too; calls
+                         asked has not answered for           other ends are LOST too, and says so
                          silence_s; a collective
                          takes longer than its
                          time
@@ -144,11 +144,7 @@ class EntryBarrier:
     """
 
     def __init__(
-        self,
-        links: dict[int, EndLink],
-        greetings: list[str],
-        *,
-        silence_s: float,
+        self, links: dict[int, EndLink], greetings: list[str], *, silence_s: float
     ) -> None:
         self.greetings = greetings
         self._links = links
