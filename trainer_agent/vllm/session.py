@@ -259,25 +259,21 @@ class TrainerEngineSession:
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             try:
-                await self._init_native(info, chunk_bytes or self.packed_bytes, leave)
+                engine = native_payloads.engine_of_all(await self._connection.engines())
+                senders, world = native_payloads.sender_count(engine, self._ranks), ALONE
+                if native_payloads.has_communicator(info):
+                    world = await self._transport.plan(senders)
+                opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
+                await self._transport.open_foreign(opening, leave)
+                opened_for = native_payloads.opened_for(info, engine)
             except WavebusError as error:
                 # With a communicator, vLLM's rendezvous waits before it raises this.
                 if native_payloads.has_communicator(info):
                     self._log.error("trainer_engine_refused", detail=str(error))
                 raise
-
-    async def _init_native(self, info: object, chunk_bytes: int | None, leave: Leave) -> None:
-        engine = native_payloads.engine_of_all(await self._connection.engines())
-        senders = native_payloads.sender_count(engine, self._ranks)
-        world = (
-            await self._transport.plan(senders) if native_payloads.has_communicator(info) else ALONE
-        )
-        opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
-        await self._transport.open_foreign(opening, leave)
-        opened_for = native_payloads.opened_for(info, engine)
-        self._native_transport = native_payloads.NativeTransport(
-            opening.backend, chunk_bytes, opened_for
-        )
+            self._native_transport = native_payloads.NativeTransport(
+                opening.backend, chunk_bytes or self.packed_bytes, opened_for
+            )
 
     async def shutdown(self) -> None:
         """Aborts an update that was not finished, and stops using the transport."""
@@ -328,13 +324,14 @@ class TrainerEngineSession:
             async with self._undo_on_failure(current):
                 transport = self._transport
                 if not transport.is_foreign:
-                    raise _failed(
+                    closed = own_nack(
                         NackCode.TRANSFER_CLOSED,
                         "the trainer engine's transport is not open any more",
                         step="arm",
                         update_id=current.update.id,
                         hint="create the trainer engine again",
                     )
+                    raise UpdateFailed(closed)
                 await current.update.arm(plan, transport, "")
                 if not self._is_sharding:
                     await current.update.release_ranks(current.drain)
@@ -445,10 +442,6 @@ class TrainerEngineSession:
                 await current.update.end(error)
         finally:
             current.undone.set()
-
-
-def _failed(code: NackCode, detail: str, **where: Any) -> UpdateFailed:
-    return UpdateFailed(own_nack(code, detail, **where))
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
