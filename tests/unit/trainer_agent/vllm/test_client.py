@@ -441,7 +441,7 @@ def test_infos_of_other_worker_engines_are_refused(checkpoint: Checkpoint) -> No
                     await asyncio.to_thread(client.init_weight_transfer_engine, foreign)
             for update in (NCCL_UPDATE, [NCCL_UPDATE]):
                 await asyncio.to_thread(client.start_weight_update)
-                with pytest.raises(UsageError, match="were armed|not a dict"):
+                with pytest.raises(UsageError, match=r"were armed|not a dict"):
                     await asyncio.to_thread(client.update_weights, update)
                 await bench.assert_at_rest()
             await bench.assert_serves(checkpoint.weights, 0)
