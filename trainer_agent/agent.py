@@ -188,6 +188,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             chunk_bytes=chunk_bytes,
             timeout_s=timeout_s,
             suspend_catch_up=self._suspend_catch_up,
+            update_weights=self.update_weights,
         )
 
     def _is_idle(self) -> bool:
