@@ -386,6 +386,37 @@ async def honest(request: web.Request) -> web.StreamResponse:
     return await streamed(request, *events[:-1], event(last + budget, finish="length"))
 
 
+async def at_once(request: web.Request) -> web.StreamResponse:
+    """As honest, in one write."""
+    asked = json.loads(await request.read())
+    budget = asked["sampling_params"]["max_tokens"]
+    events = [event(7, finish="length" if left == 1 else None) for left in range(budget, 0, -1)]
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    lines = [b"data: " + json.dumps(each).encode() + b"\n\n" for each in events]
+    await response.write(b"".join([*lines, b"data: [DONE]\n\n"]))
+    return response
+
+
+def test_an_answer_that_comes_at_once_is_decoded_in_parts() -> None:
+    """So what a slow caller has not taken is kept as bytes, not as objects of thrice their size."""
+
+    async def main() -> None:
+        sizes: list[int] = []
+
+        async def take(batch: list[TokenDelta]) -> None:
+            sizes.append(sum(len(each.token_ids) for each in batch))
+
+        limits = dataclasses.replace(LIMITS, max_model_len=1000)
+        async with clients_of(at_once, limits=limits) as client:
+            params = {"max_tokens": 900, "logprobs": 0}
+            done = await client.generate(PROMPT, params, on_deltas=take)
+        assert (len(done.choices[0].token_ids), sum(sizes)) == (900, 900)
+        assert max(sizes) < 90
+
+    run(main())
+
+
 def then(*events: dict[str, Any], cut: bool = False) -> Any:
     """Give these events; with ``cut``, break the connection instead of ending the answer."""
 

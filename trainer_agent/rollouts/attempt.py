@@ -27,6 +27,9 @@ FAILURES: Final = 5  # in a row, and a request is given up
 INTERRUPTED: Final = ("", "abort", "error")
 _SHOWN: Final = 300
 _MODELS_KEPT: Final = 1024  # clients choose the names
+# How much of an answer is decoded at once, which takes thrice the memory: some 20 tokens. The rest
+# of an answer that comes faster than its caller takes it waits as bytes.
+_READ_BYTES: Final = 1 << 12
 _MAX_ERROR_BYTES: Final = 1 << 16
 _MAX_ANSWER_BYTES: Final = 1 << 26  # of a prompt with images, for example
 _REDIRECT: Final = range(300, 400)
@@ -227,7 +230,7 @@ async def pieces(
     fetched = "kv_transfer_params" not in body
     async with _posted(session, endpoint, body) as response:
         events = EventStream()
-        while chunk := await response.content.readany():
+        while chunk := await response.content.read(_READ_BYTES):
             batch, end = _decode(events, chunk)
             if batch:
                 fetched = True
