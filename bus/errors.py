@@ -199,6 +199,11 @@ class EngineDead(EngineError):
         super().__init__(detail, code=NackCode.ENGINE_DEAD)
 
 
+def wrong_state(detail: str) -> EngineError:
+    """Returns the refusal of a call that an engine can't carry out in its present state."""
+    return EngineError(detail, code=NackCode.WRONG_STATE)
+
+
 def refusal(nack: Nack) -> Refused:
     """Returns the exception for a NACK, of the class that fits its code."""
     if nack.code is NackCode.MANIFEST_REFUSED:

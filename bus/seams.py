@@ -39,17 +39,22 @@ class Expectation(Protocol):
 
 @dataclass(frozen=True)
 class Has:
-    """Expects that ``target`` is defined, and has all of ``attributes``."""
+    """Expects that ``target`` is defined, and has all ``attributes``, such as ``"add, remove"``."""
 
     target: str
-    attributes: tuple[str, ...] = ()
+    attributes: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        """The attributes, each named as :meth:`SourceTree.find` takes it."""
+        joint = "." if ":" in self.target else ":"
+        return [f"{self.target}{joint}{name}" for name in self.attributes.split(", ") if name]
 
     def gap(self, tree: SourceTree) -> str:
         """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         if tree.find(self.target) is None:
             return tree.absent(self.target)
-        where = f"{self.target}." if ":" in self.target else f"{self.target}:"
-        missing = [name for name in self.attributes if tree.find(f"{where}{name}") is None]
+        missing = [path[len(self.target) + 1 :] for path in self.paths if tree.find(path) is None]
         return f"{short_name(self.target)} has no {', '.join(missing)}" if missing else ""
 
 
@@ -71,34 +76,34 @@ class Takes:
         return f"{short_name(self.target)} takes {found or 'nothing'}"
 
 
-@dataclass(frozen=True)
-class Says:
-    """Expects that the source of ``target`` has all ``texts``, as :func:`ast.unparse` prints it."""
+class _Source:
+    """Expects something of the source of ``target``, as :func:`ast.unparse` prints it."""
 
-    target: str
-    texts: tuple[str, ...]
+    def __init__(self, target: str, *texts: str) -> None:
+        self.target = target
+        self.texts = texts
 
     def gap(self, tree: SourceTree) -> str:
         """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         source = tree.source(self.target)
-        if source is None:
-            return tree.absent(self.target)
+        return tree.absent(self.target) if source is None else self._gap_in(source)
+
+    def _gap_in(self, source: str) -> str:
+        raise NotImplementedError
+
+
+class Says(_Source):
+    """Expects that the source of ``target`` has all ``texts``."""
+
+    def _gap_in(self, source: str) -> str:
         missing = next((text for text in self.texts if text not in source), "")
         return f"{short_name(self.target)} does not say `{missing}`" if missing else ""
 
 
-@dataclass(frozen=True)
-class SaysNot:
+class SaysNot(_Source):
     """Expects that ``target`` is defined, and that its source has none of ``texts``."""
 
-    target: str
-    texts: tuple[str, ...]
-
-    def gap(self, tree: SourceTree) -> str:
-        """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
-        source = tree.source(self.target)
-        if source is None:
-            return tree.absent(self.target)
+    def _gap_in(self, source: str) -> str:
         found = next((text for text in self.texts if text in source), "")
         return f"{short_name(self.target)} says `{found}`" if found else ""
 

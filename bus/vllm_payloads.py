@@ -21,6 +21,8 @@ from bus.messages.types import MAX_BLOB_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bus.manifest import TensorMeta
+
 PREFIX: Final = "vllm:"
 MAX_DEPTH: Final = 8
 # Worker engines that receive patches: new values of some elements of the served weights.
@@ -121,6 +123,16 @@ def decode_info(blob: bytes) -> dict[str, Any]:
     if type(plain) is not dict:
         raise ValueError(f"info: a {type(found).__name__}, not a dict")
     return found  # type: ignore[no-any-return]  # as decoded: extensions are objects there
+
+
+def columns_of(metas: Sequence[TensorMeta], counts: Sequence[int]) -> dict[str, list[Any]]:
+    """Returns a chunk's tensors as vLLM's update info names them; only a patch has ``counts``."""
+    return {
+        "names": [meta.name for meta in metas],
+        "dtype_names": [meta.dtype for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
+        "num_updates_list": list(counts),
+    }
 
 
 def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import anyio
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import (
     EngineProperties,
     NackCode,
@@ -259,7 +259,7 @@ def unsupported(operation: UpdateOperation) -> EngineError:
             return EngineError(text, code=NackCode.MANIFEST_REFUSED)
         case _:
             text = f"this engine has no operation {type(operation).__name__}"
-            return EngineError(text, code=NackCode.WRONG_STATE)
+            return wrong_state(text)
 
 
 def require_model(target: Target) -> None:

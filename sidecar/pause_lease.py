@@ -12,7 +12,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.protocol.core.effects import Note
@@ -84,9 +84,8 @@ class PauseLeaseWriter:
             EngineError: code ``wrong_state``: the engine has ended the pause by itself.
         """
         if (end := self._outcome) is not None:
-            raise EngineError(
-                f"the pause's lease was over, and the engine is {end.state}: {end.reason}",
-                code=NackCode.WRONG_STATE,
+            raise wrong_state(
+                f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
             )
 
     async def release(self, *, runs_on: bool = True) -> None:

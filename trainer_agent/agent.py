@@ -162,6 +162,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             link_config=link_config,
         )
         self._steps = Steps(self._connection, lease_ms=lease_ms or LEASE_MS, timeout_s=timeout_s)
+        self._connection.on_pause_ended = self._steps.window.on_no_engines
         make = functools.partial(make_sender, backend, buffers=buffers, device=self.device)
         self._transport = Transport(backend, make(packed=packed), self._steps, ports=ports)
         self._updates = Updates(self._steps, alone=ranks == 1, snapshot=self._snapshot)
@@ -187,6 +188,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             chunk_bytes=chunk_bytes,
             timeout_s=timeout_s,
             suspend_catch_up=self._suspend_catch_up,
+            update_weights=self.update_weights,
         )
 
     def _is_idle(self) -> bool:

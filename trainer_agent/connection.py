@@ -27,6 +27,7 @@ from bus.messages import (
     StaleEngines,
     Status,
     StatusRequest,
+    Step,
     TransferInit,
     WaitEngines,
 )
@@ -65,6 +66,7 @@ class Connection:
         delivery: repeats undo commands (ABORT, RESUME, TRAINER_STEP) in the background.
         kept_version: returns the version of the snapshot, 0 without one; heartbeats report it.
         on_stale: called with the stale engines that lack the snapshot's version.
+        on_pause_ended: called with the id of a pause that the broker has ended by itself.
         on_routes: called with a group's name and its routes; rollout clients receive them.
         tensors_taken: how many tensors of the present update were read; heartbeats report it.
         lost_rank: the broker's NACK if another rank of the trainer is gone; else None.
@@ -92,6 +94,7 @@ class Connection:
         self._link_config = link_config
         self.kept_version: Callable[[], int] = lambda: 0
         self.on_stale: Callable[[StaleEngines], None] = lambda _stale: None
+        self.on_pause_ended: Callable[[str], None] = lambda _update_id: None
         self.on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None
         self._routes = FollowedRoutes(lambda request: self._require_peer().send(request))
         self._peer: PeerClient | None = None
@@ -182,7 +185,7 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Repeats a request until it is answered; the broker executes it only once.
+        """Repeats a request, executed only once, until it is answered; returns the answer.
 
         Args:
             message: the request.
@@ -191,9 +194,6 @@ class Connection:
                 from the end of the previous one, because requests may be sent ahead of their turn.
                 Default: that of the constructor.
             even_if_silent: whether to send even if nothing was received from the broker lately.
-
-        Returns:
-            The answer.
 
         Raises:
             Refused: the answer is a NACK.
@@ -283,8 +283,8 @@ class Connection:
             self.on_stale(message)
         elif (routes := self._routes.receive(envelope, message)) is not None:
             self.on_routes(envelope.group, routes)
-        if type(message) is Nack and message.code is NackCode.PEER_LOST and not envelope.reply_to:
-            self.lost_rank = message
+        if type(message) is Nack and not envelope.reply_to:
+            _on_news(self, message)
         future = self._answers.get(envelope.reply_to or _refused_unread(message, self._steps))
         if future is None or future.done():
             return
@@ -326,6 +326,14 @@ async def _explain_timeout(
             named = (group for group in status.groups if group.name == peer.link.group)
             return silent_engines(message, wait_s, peer.link.group, next(named, None))
     return silent_broker(message, wait_s, connection.broker, heard_ms / 1000)
+
+
+def _on_news(connection: Connection, nack: Nack) -> None:
+    """Records what a NACK says that answers no request."""
+    if nack.step == Step.RESUME:
+        connection.on_pause_ended(nack.update_id)
+    elif nack.code is NackCode.PEER_LOST:
+        connection.lost_rank = nack
 
 
 def _refused_unread(message: Message, steps: Mapping[int, Message]) -> int:

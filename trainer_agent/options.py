@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, get_args
 
 from bus.errors import UsageError
@@ -132,6 +132,11 @@ class UpdateOptions:
             raise UsageError(f"staging_bytes={self.staging_bytes}: must be positive")
         if self.how == "staged" and self.needs_pause:
             raise UsageError(f'how="staged": {self.needs_pause}')
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Returns these options as arguments of :meth:`TrainerAgent.update_weights`."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**asdict(own.pop("pause")), **own}
 
     @property
     def quorum_on_the_wire(self) -> int:

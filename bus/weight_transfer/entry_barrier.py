@@ -17,7 +17,7 @@ are numbered from 1, and several may be announced ahead.
     any       ENTERED    finish n                   IDLE
     any       ENTERED    for over BEAT_S            ENTERED   asks the other ends whether they live
     any       any        a connection ends; an end  LOST      closes its connections, so that all
-                         asked has not answered for           other ends are LOST too; on_lost
+                         asked has not answered for           other ends are LOST too, and says so
                          silence_s; a collective
                          takes longer than its
                          time
@@ -138,26 +138,19 @@ class EntryBarrier:
         greetings: what the ends said when they met, by rank.
         silence_s: how long an end may leave a question unanswered while others wait inside a
             collective, in seconds.
-        on_lost: called with the reason when this end is lost. It runs in the thread that watches,
-            after all connections were shut; or in the thread that sets it, if that is too late.
 
     Attributes:
         greetings: as given.
     """
 
     def __init__(
-        self,
-        links: dict[int, EndLink],
-        greetings: list[str],
-        *,
-        silence_s: float,
-        on_lost: Callable[[str], None] = lambda _: None,
+        self, links: dict[int, EndLink], greetings: list[str], *, silence_s: float
     ) -> None:
         self.greetings = greetings
         self._links = links
         self._is_root = 0 not in links
         self._silence_s = silence_s
-        self._on_lost = on_lost
+        self._on_lost: Callable[[str], None] = lambda _: None
         self._changed = threading.Condition()
         self._lost = ""
         self._announced = 0
@@ -169,13 +162,11 @@ class EntryBarrier:
         _barriers.add(self)
         threading.Thread(target=self._watch, name="wavebus-barrier", daemon=True).start()
 
-    @property
-    def on_lost(self) -> Callable[[str], None]:
-        """What is called when this end is lost."""
-        return self._on_lost
+    def call_when_lost(self, call: Callable[[str], None]) -> None:
+        """Has ``call`` called with the reason when this end is lost, or now if it is.
 
-    @on_lost.setter
-    def on_lost(self, call: Callable[[str], None]) -> None:
+        It runs in the thread that watches, after all connections were shut; or in this thread.
+        """
         with self._changed:
             self._on_lost, lost = call, self._lost
         if lost:
@@ -266,7 +257,7 @@ class EntryBarrier:
             return self._changed.wait_for(lambda: bool(self._lost), timeout_s)
 
     def lose(self, reason: str) -> None:
-        """Ends the agreement for all ends, if it has not ended yet; does not call ``on_lost``.
+        """Ends the agreement for all ends, if it has not ended yet; makes no call.
 
         Args:
             reason: why, for later errors of this end.
@@ -364,4 +355,4 @@ class EntryBarrier:
     def _fail(self, reason: str) -> None:
         if not self._lost:
             self.lose(reason)
-            self.on_lost(reason)
+            self._on_lost(reason)

@@ -18,7 +18,7 @@ The module loads no torch, so the rest of the bus may import it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -42,6 +42,7 @@ Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MemoryHandle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +109,15 @@ class ShmInit:
 
 
 @dataclass(frozen=True, slots=True)
-class ShmChunk:
-    """The handle of a packed chunk over ``shm``.
+class PackedChunk:
+    """The handle of a packed chunk over ``shm`` or ``ipc``.
 
     Attributes:
-        segment: index of the segment in the ring.
-        offsets_bytes: where each tensor begins in the segment, in bytes.
+        buffer: index of the trainer's segment or buffer.
+        offsets_bytes: where each tensor begins in it, in bytes.
     """
 
-    segment: Offset
+    buffer: Offset
     offsets_bytes: Offsets
 
 
@@ -137,21 +138,6 @@ class ShmMemory:
     device: Offset
     inode: Offset
     size_bytes: Size
-
-
-@dataclass(frozen=True, slots=True)
-class ShmTensors:
-    """The handle of an unpacked chunk over ``shm``. All tensors are contiguous.
-
-    Attributes:
-        memories: the memories in which tensors lie.
-        memory_of: for each tensor, the index of its memory; meaningless for an empty tensor.
-        offsets_bytes: for each tensor, where it begins in its memory, in bytes.
-    """
-
-    memories: Annotated[tuple[ShmMemory, ...], Meta(max_length=MAX_TENSORS)]
-    memory_of: Offsets
-    offsets_bytes: Offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +169,16 @@ class IpcInit:
 
 
 @dataclass(frozen=True, slots=True)
-class IpcChunk:
-    """The handle of a packed chunk over ``ipc``.
+class LentTensors(Generic[M]):
+    """The handle of an unpacked chunk over ``shm`` or ``ipc``. All tensors are contiguous.
 
     Attributes:
-        buffer: index of the buffer.
-        offsets_bytes: where each tensor begins in the buffer, in bytes.
+        memories: the memories in which tensors lie.
+        memory_of: for each tensor, the index of its memory; meaningless for an empty tensor.
+        offsets_bytes: for each tensor, where it begins in its memory, in bytes.
     """
 
-    buffer: Offset
-    offsets_bytes: Offsets
-
-
-@dataclass(frozen=True, slots=True)
-class IpcTensors:
-    """The handle of an unpacked chunk over ``ipc``. All tensors are contiguous.
-
-    Attributes:
-        memories: the allocations in which tensors lie.
-        memory_of: for each tensor, the index of its allocation; meaningless for an empty tensor.
-        offsets_bytes: for each tensor, where it begins in its allocation, in bytes.
-    """
-
-    memories: Annotated[tuple[IpcMemory, ...], Meta(max_length=MAX_TENSORS)]
+    memories: Annotated[tuple[M, ...], Meta(max_length=MAX_TENSORS)]
     memory_of: Offsets
     offsets_bytes: Offsets
 

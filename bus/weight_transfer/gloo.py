@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override  # torch requires it
 
-from bus.errors import WavebusError
 from bus.weight_transfer import rendezvous
-from bus.weight_transfer.allocation import RankAssignment
-from bus.weight_transfer.base import Receiver, Sender
+from bus.weight_transfer.collective import CollectiveReceiver, CollectiveSender, broadcast_failed
 from bus.weight_transfer.formats import (
     BroadcastChunk,
     GlooInit,
@@ -29,13 +26,13 @@ from bus.weight_transfer.formats import (
     encode,
     transfer_failed,
 )
-from bus.weight_transfer.packing import ViewCache, check_broadcast, pack, packed_offsets
+from bus.weight_transfer.packing import pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.manifest import TensorMeta
-    from bus.weight_transfer.allocation import World
+    from bus.weight_transfer.allocation import RankAssignment, World
     from bus.weight_transfer.entry_barrier import EntryBarrier
     from bus.weight_transfer.rendezvous import MeetingPoint
 
@@ -127,7 +124,7 @@ def _join(init: GlooInit, place: RankAssignment, point: MeetingPoint | None) -> 
         here = rendezvous.address_towards(init.host)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # noqa: SLF001
         if point is not None:  # the others wait in the store for an end that is lost
-            barrier.on_lost = lambda _: point.close()
+            barrier.call_when_lost(lambda _: point.close())
         group = dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
     except BaseException as error:
         try:
@@ -139,44 +136,24 @@ def _join(init: GlooInit, place: RankAssignment, point: MeetingPoint | None) -> 
     return _Communicator(group, barrier)
 
 
-class GlooSender(Sender):
+class GlooSender(CollectiveSender[_Communicator, GlooInit]):
     """Broadcasts chunks as rank 0. One chunk is packed while the one before is sent."""
 
-    is_collective: ClassVar[bool] = True
-
     def __init__(self) -> None:
-        self._point: MeetingPoint | None = None
-        self._communicator: _Communicator | None = None
-        self._init: GlooInit | None = None
-        self._place = RankAssignment(0, 1, 0)
-        self._buffers: list[torch.Tensor] = []
+        super().__init__()
         self._filled_bytes: dict[int, int] = {}
 
     @override
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         room = max(chunk_bytes, 1)
-        self._point = rendezvous.MeetingPoint.open(world, room, self.prefetch_depth)
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.prefetch_depth)]
-        self._init = GlooInit(**self._point.params)
-        self._place = RankAssignment(world.number, world.size, 0)
-        return encode(self._init)
+        point = rendezvous.MeetingPoint.open(world, room, self.prefetch_depth)
+        return self._listen(point, GlooInit(**point.params), world)
 
     @override
-    def meet(self) -> None:
-        init = self._init
-        assert init is not None, "open comes first"
-        try:
-            met = _join(init, self._place, self._point)
-        except (RuntimeError, OSError) as error:
-            raise WavebusError(
-                f"not all {self._place.world_size - 1} ends of the engines came to "
-                f"{init.host}:{init.port}: {rendezvous.reason(error)}"
-            ) from error
-        if self._init is not init:  # closed meanwhile, and perhaps opened again
-            met.close()
-            return
-        self._communicator = met
+    def _join(self, init: GlooInit) -> _Communicator:
+        return _join(init, self._place, self._point)
 
     @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -190,48 +167,25 @@ class GlooSender(Sender):
         if not size_bytes:
             return
         try:
-            if self._communicator is None:
-                raise RuntimeError("it is closed")
-            self._communicator.broadcast(self._buffers[seq % self.prefetch_depth][:size_bytes])
+            communicator = self._require_communicator()
+            communicator.broadcast(self._buffers[seq % self.prefetch_depth][:size_bytes])
         except RuntimeError as error:
-            raise WavebusError(
-                f"the broadcast of chunk {seq} broke: {rendezvous.reason(error)}"
-            ) from error
+            raise broadcast_failed(seq, error) from error
 
+    @override
     def close(self) -> None:
-        """Frees everything. Ends that still wait get an error."""
-        point, self._point = self._point, None
-        communicator, self._communicator = self._communicator, None
-        self._init = None
-        if point is not None:
-            point.close()
-        if communicator is not None:
-            communicator.close()
-        self._buffers = []
+        super().close()
         self._filled_bytes = {}
 
 
-class GlooReceiver(Receiver):
-    """Receives as one rank of the trainer's communicator, with as many buffers as the trainer."""
-
-    is_collective = True
-
-    def __init__(self) -> None:
-        self._communicator: _Communicator | None = None
-        self._buffers: deque[torch.Tensor] = deque()
-        self._views = ViewCache()
+class GlooReceiver(CollectiveReceiver[_Communicator, GlooInit]):
+    """Receives as one rank of the trainer's communicator."""
 
     @override
     def open(self, params: bytes, place: RankAssignment) -> None:
         init = decode_received(params, GlooInit)
         self.close()
-        try:
-            self._communicator = _join(init, place, None)
-        except (RuntimeError, OSError) as error:
-            raise transfer_failed(
-                f"rank {place.rank} of {place.world_size} can't meet the others at "
-                f"{init.host}:{init.port}: {rendezvous.reason(error)}"
-            ) from error
+        self._meet(init, place)
         self._buffers.extend(
             torch.empty(init.chunk_bytes, dtype=torch.uint8) for _ in range(init.buffers)
         )
@@ -239,32 +193,22 @@ class GlooReceiver(Receiver):
         self.room_bytes = init.chunk_bytes
 
     @override
+    def _join(self, init: GlooInit, place: RankAssignment) -> _Communicator:
+        return _join(init, place, None)
+
+    @override
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
         chunk = decode_received(handle, BroadcastChunk)
-        offsets = packed_offsets(tensors)
         # First, so that no error later leaves the other ranks waiting for this one.
-        communicator = self._communicator
-        if communicator is None:
-            raise transfer_failed("the communicator is not open")
-        memory = self._buffers[0]
-        check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
+        communicator = self._require_communicator()
+        received, memory = self._next_buffer(tensors, chunk)
         if chunk.size_bytes:
             try:
-                communicator.broadcast(memory[: chunk.size_bytes])
+                communicator.broadcast(memory)
             except RuntimeError as error:
                 if self._communicator is communicator:
                     self.close()
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
-        if self._communicator is communicator:  # the transport may have been opened again meanwhile
-            self._buffers.rotate(-1)
-        return self._views.get(memory, offsets[:-1], tensors)
-
-    @override
-    def close(self) -> None:
-        communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            communicator.close()
-        self._buffers.clear()
-        self._views.clear()
+        return received

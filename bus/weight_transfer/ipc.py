@@ -11,6 +11,7 @@ finished writing it.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -21,15 +22,15 @@ from bus.weight_transfer import cuda
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.cuda import resolve_gpu, synchronize
 from bus.weight_transfer.formats import (
-    IpcChunk,
     IpcInit,
     IpcMemory,
-    IpcTensors,
+    LentTensors,
+    PackedChunk,
     decode_received,
     encode,
     transfer_failed,
 )
-from bus.weight_transfer.packing import check_lent, lent_views, pack, views_of
+from bus.weight_transfer.packing import check_lent, lend, lent_views, pack, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +98,7 @@ class IpcSender(Sender):
         with torch.cuda.device(self._gpu):
             offsets = pack(self._buffers[index].memory, tensors)
             torch.cuda.synchronize(self._gpu)
-        return encode(IpcChunk(index, tuple(offsets[:-1])))
+        return encode(PackedChunk(index, tuple(offsets[:-1])))
 
     @override
     def on_taken(self, seq: int) -> None:
@@ -120,29 +121,24 @@ class IpcSender(Sender):
             self._lent = {}
         whole = [tensor.contiguous() for tensor in tensors]
         self._lent[seq] = whole
-        places: dict[int, int] = {}
-        memories: list[IpcMemory] = []
-        memory_of: list[int] = []
-        offsets: list[int] = []
         try:
             with cuda.driver_on(self._gpu) as driver:
-                for tensor in whole:
-                    if not tensor.numel():
-                        memory_of.append(0)
-                        offsets.append(0)
-                        continue
-                    base, size_bytes = driver.extent(tensor.data_ptr())
-                    if base not in places:
-                        places[base] = len(memories)
-                        memories.append(IpcMemory(driver.export(base), size_bytes))
-                    memory_of.append(places[base])
-                    offsets.append(tensor.data_ptr() - base)
+                return lend(whole, functools.partial(_locate, driver, {}))
         except cuda.CudaError as error:
             raise WavebusError(
                 f"a tensor's memory can't be lent ({error}), as that of torch's expandable "
                 "segments, say: send with packed=True"
             ) from error
-        return encode(IpcTensors(tuple(memories), tuple(memory_of), tuple(offsets)))
+
+
+def _locate(
+    driver: cuda.Driver, known: dict[int, IpcMemory], tensor: torch.Tensor
+) -> tuple[IpcMemory, int]:
+    """Returns the allocation in which a tensor lies, and its offset there; adds it to ``known``."""
+    base, size_bytes = driver.extent(tensor.data_ptr())
+    if base not in known:
+        known[base] = IpcMemory(driver.export(base), size_bytes)
+    return known[base], tensor.data_ptr() - base
 
 
 def _allocate(driver: cuda.Driver, size_bytes: int, device: torch.device) -> _Buffer:
@@ -196,7 +192,7 @@ class IpcReceiver(Receiver):
     ) -> list[tuple[str, torch.Tensor]]:
         self._require_open()
         if self._packed:
-            chunk = decode_received(handle, IpcChunk)
+            chunk = decode_received(handle, PackedChunk)
             return views_of(self._buffer(chunk), chunk.offsets_bytes, tensors)
         return self._lent(tensors, handle)
 
@@ -206,7 +202,7 @@ class IpcReceiver(Receiver):
     ) -> bool:
         self._require_open()
         if self._packed:
-            chunk = decode_received(handle, IpcChunk)
+            chunk = decode_received(handle, PackedChunk)
             buffer, size_bytes = self._buffer(chunk), into.memory.numel()
             if chunk.offsets_bytes != into.offsets_bytes or size_bytes > buffer.numel():
                 return False
@@ -247,7 +243,7 @@ class IpcReceiver(Receiver):
         if not self._open:
             raise transfer_failed("the trainer's memory is not mapped: open it first")
 
-    def _buffer(self, chunk: IpcChunk) -> torch.Tensor:
+    def _buffer(self, chunk: PackedChunk) -> torch.Tensor:
         if chunk.buffer >= len(self._buffers):
             raise transfer_failed(f"buffer {chunk.buffer} of {len(self._buffers)}")
         return self._buffers[chunk.buffer].memory
@@ -256,7 +252,7 @@ class IpcReceiver(Receiver):
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
         """Returns a chunk's tensors in the trainer's memory, mapped until :meth:`release`."""
-        lent = decode_received(handle, IpcTensors)
+        lent = decode_received(handle, LentTensors[IpcMemory])
         check_lent(lent, tensors)
         self._unmap_chunk()
         self._chunk = self._map(lent.memories)

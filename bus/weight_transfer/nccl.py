@@ -11,7 +11,6 @@ finishes if another end dies or is silent.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
@@ -19,8 +18,7 @@ from typing_extensions import override  # torch requires it
 
 from bus.errors import WavebusError
 from bus.weight_transfer import nccl_communicator, rendezvous
-from bus.weight_transfer.allocation import RankAssignment
-from bus.weight_transfer.base import Receiver, Sender
+from bus.weight_transfer.collective import CollectiveReceiver, CollectiveSender, broadcast_failed
 from bus.weight_transfer.cuda import nccl_version, resolve_gpu
 from bus.weight_transfer.formats import (
     BroadcastChunk,
@@ -29,36 +27,33 @@ from bus.weight_transfer.formats import (
     encode,
     transfer_failed,
 )
-from bus.weight_transfer.packing import ViewCache, check_broadcast, pack, packed_offsets
+from bus.weight_transfer.nccl_communicator import NcclCommunicator
+from bus.weight_transfer.packing import check_broadcast, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from bus.manifest import TensorMeta
-    from bus.weight_transfer.allocation import World
+    from bus.weight_transfer.allocation import RankAssignment, World
+    from bus.weight_transfer.nccl_communicator import Broadcast
     from bus.weight_transfer.packing import ReceivedChunk, Tensors
 
 
-class NcclSender(Sender):
+class NcclSender(CollectiveSender[NcclCommunicator, NcclInit]):
     """Broadcasts chunks as rank 0.
 
     One chunk is packed and one is sent, while engines load a third.
     """
 
     prefetch_depth: int = 3
-    is_collective: ClassVar[bool] = True
     can_queue: ClassVar[bool] = True
     can_send_unpacked: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._point: rendezvous.MeetingPoint | None = None
-        self._communicator: nccl_communicator.NcclCommunicator | None = None
-        self._init: NcclInit | None = None
-        self._place = RankAssignment(0, 1, 0)
+        super().__init__()
         self._gpu = torch.device("cpu")
-        self._buffers: list[torch.Tensor] = []
         self._ready: dict[int, list[torch.Tensor]] = {}
-        self._queued: dict[int, nccl_communicator.Broadcast] = {}
+        self._queued: dict[int, Broadcast] = {}
         self._stream: torch.cuda.Stream | None = None
 
     @override
@@ -78,26 +73,12 @@ class NcclSender(Sender):
                 f"{self._gpu} has no room for {self.prefetch_depth} chunks of {room} bytes: "
                 "lower chunk_bytes or buffers, or send with packed=False"
             ) from error
-        self._point = rendezvous.MeetingPoint.open(world, room, self.prefetch_depth)
-        self._init = NcclInit(**self._point.params, version=nccl_version())
-        self._place = RankAssignment(world.number, world.size, 0)
-        return encode(self._init)
+        point = rendezvous.MeetingPoint.open(world, room, self.prefetch_depth)
+        return self._listen(point, NcclInit(**point.params, version=nccl_version()), world)
 
     @override
-    def meet(self) -> None:
-        init = self._init
-        assert init is not None, "open comes first"
-        try:
-            met = nccl_communicator.meet(init, self._place, self._gpu, self._point)
-        except (RuntimeError, OSError) as error:
-            raise WavebusError(
-                f"not all {self._place.world_size - 1} ends of the engines came to "
-                f"{init.host}:{init.port}: {nccl_communicator.reason(error)}"
-            ) from error
-        if self._init is not init:  # closed meanwhile, and perhaps opened again
-            met.close()
-            return
-        self._communicator = met
+    def _join(self, init: NcclInit) -> NcclCommunicator:
+        return nccl_communicator.meet(init, self._place, self._gpu, self._point)
 
     @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -122,12 +103,11 @@ class NcclSender(Sender):
         if not pieces:
             return
         try:
-            if self._communicator is None:
-                raise RuntimeError("it is closed")
+            communicator = self._require_communicator()
             with torch.cuda.device(self._gpu), torch.cuda.stream(self._stream):
-                self._queued[seq] = self._communicator.launch(pieces)
+                self._queued[seq] = communicator.launch(pieces)
         except RuntimeError as error:
-            raise _broadcast_failed(seq, error) from error
+            raise broadcast_failed(seq, error) from error
 
     @override
     def transfer(self, seq: int) -> None:
@@ -139,24 +119,13 @@ class NcclSender(Sender):
         try:
             under_way.wait()
         except RuntimeError as error:
-            raise _broadcast_failed(seq, error) from error
+            raise broadcast_failed(seq, error) from error
 
+    @override
     def close(self) -> None:
-        """Frees everything. An end that still waits in the store gets an error."""
-        communicator, self._communicator = self._communicator, None
-        point, self._point = self._point, None
-        self._init = None
-        if point is not None:
-            point.close()
-        if communicator is not None:
-            communicator.close()
-        self._buffers = []
+        super().close()
         self._ready = {}
         self._queued = {}
-
-
-def _broadcast_failed(seq: int, error: RuntimeError) -> WavebusError:
-    return WavebusError(f"the broadcast of chunk {seq} broke: {nccl_communicator.reason(error)}")
 
 
 def _as_contiguous_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -167,27 +136,20 @@ def _as_contiguous_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Te
 _BYTES: Final = "nccl"  # key of ReceivedChunk.memo: the bytes of each tensor
 
 
-class NcclReceiver(Receiver):
+class NcclReceiver(CollectiveReceiver[NcclCommunicator, NcclInit]):
     """Receives as one rank of the trainer's communicator.
 
     Packed, it has as many buffers as the trainer. Unpacked, it makes new tensors for each chunk,
     which belong to the caller.
     """
 
-    is_collective = True
     can_launch = True
-
-    def __init__(self) -> None:
-        self._communicator: nccl_communicator.NcclCommunicator | None = None
-        self._buffers: deque[torch.Tensor] = deque()
-        self._views = ViewCache()
 
     @override
     def open(self, params: bytes, place: RankAssignment) -> None:
         init = decode_received(params, NcclInit)
         self.close()
         self._check(init)
-        here = torch.empty(0, device=self.device).device  # the device with its index
         try:
             self._buffers.extend(
                 torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
@@ -199,17 +161,15 @@ class NcclReceiver(Receiver):
                 f"{self.device} has no room for {init.buffers} chunks of {init.chunk_bytes} "
                 "bytes: lower chunk_bytes or buffers, or the share of memory that vLLM takes"
             ) from error
-        try:
-            self._communicator = nccl_communicator.meet(init, place, here)
-        except (RuntimeError, OSError) as error:
-            self.close()
-            raise transfer_failed(
-                f"rank {place.rank} of {place.world_size} can't meet the others at "
-                f"{init.host}:{init.port}: {nccl_communicator.reason(error)}"
-            ) from error
+        self._meet(init, place)
         self.prefetch_depth = init.buffers
         self.is_owned = not init.chunk_bytes
         self.room_bytes = init.chunk_bytes or None
+
+    @override
+    def _join(self, init: NcclInit, place: RankAssignment) -> NcclCommunicator:
+        here = torch.empty(0, device=self.device).device  # the device with its index
+        return nccl_communicator.meet(init, place, here)
 
     @override
     def launch(
@@ -217,9 +177,7 @@ class NcclReceiver(Receiver):
     ) -> Callable[[], Tensors]:
         chunk = decode_received(handle, BroadcastChunk)
         # First, so that no error later leaves the other ranks waiting for this one.
-        communicator = self._communicator
-        if communicator is None:
-            raise transfer_failed("the communicator is not open")
+        communicator = self._require_communicator()
         if self.is_owned:
             made, memories = self._unpacked(tensors, chunk, into)
         else:
@@ -241,14 +199,6 @@ class NcclReceiver(Receiver):
         opened = self._communicator is not None
         with torch.cuda.device(self.device) if opened else contextlib.nullcontext():
             return self.launch(tensors, handle)()
-
-    @override
-    def close(self) -> None:
-        if self._communicator is not None:
-            self._communicator.close()
-            self._communicator = None
-        self._buffers.clear()
-        self._views.clear()
 
     def _check(self, init: NcclInit) -> None:
         """Rejects params that would leave the other ends waiting, or fail half-way."""
@@ -272,12 +222,8 @@ class NcclReceiver(Receiver):
             room_bytes = into.memory.numel()
             check_broadcast(chunk.size_bytes, room_bytes, room_bytes)
             return into, [into.memory] if room_bytes else []
-        offsets = packed_offsets(tensors)
-        memory = self._buffers[0]
-        check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
-        made = self._views.get(memory, offsets[:-1], tensors)
-        self._buffers.rotate(-1)
-        return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
+        made, memory = self._next_buffer(tensors, chunk)
+        return made, [memory] if chunk.size_bytes else []
 
     def _unpacked(
         self, tensors: tuple[TensorMeta, ...], chunk: BroadcastChunk, into: ReceivedChunk | None
@@ -299,16 +245,14 @@ class NcclReceiver(Receiver):
         return made, _as_bytes(made)
 
     @contextlib.contextmanager
-    def _transfer_errors(self, communicator: nccl_communicator.NcclCommunicator) -> Iterator[None]:
+    def _transfer_errors(self, communicator: NcclCommunicator) -> Iterator[None]:
         """Turns errors of the block into ``transfer_failed``, and closes the transport."""
         try:
             yield
         except RuntimeError as error:
             if self._communicator is communicator:
                 self.close()  # later broadcasts in it could not be assigned to chunks
-            raise transfer_failed(
-                f"the broadcast broke: {nccl_communicator.reason(error)}"
-            ) from error
+            raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
 
 
 def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:

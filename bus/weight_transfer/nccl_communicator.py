@@ -91,7 +91,7 @@ class NcclCommunicator:
         self._aborted = False
         self._announced: queue.SimpleQueue[Broadcast | None] = queue.SimpleQueue()
         self._entered: queue.SimpleQueue[Broadcast | None] = queue.SimpleQueue()
-        barrier.on_lost = lambda _: self._leave()
+        barrier.call_when_lost(lambda _: self._leave())
         for run in (self._enter_all, self._end_all):
             threading.Thread(target=run, name="wavebus-nccl", daemon=True).start()
 
@@ -167,7 +167,7 @@ class NcclCommunicator:
                     coming.work = self._broadcast(coming.memories)
                     coming.end = self._device.end_of(coming.work)
             except Exception as error:  # noqa: BLE001 - those who wait raise it
-                self._barrier.lose(reason(error))
+                self._barrier.lose(rendezvous.reason(error))
                 self._leave()
             coming.is_entered.set()
             self._entered.put(coming)
@@ -247,7 +247,7 @@ class Broadcast:
             try:
                 self.work.wait()
             except RuntimeError as error:
-                return reason(error)
+                return rendezvous.reason(error)
         return ""
 
 
@@ -329,17 +329,6 @@ def meet(
         made.close()
         raise
     return made
-
-
-def reason(error: Exception) -> str:
-    """Returns NCCL's own last line of an error, or torch's text if there is none.
-
-    Args:
-        error: what torch has raised.
-    """
-    _, found, last = str(error).partition("Last error:")
-    lines = [line.strip() for line in last.splitlines() if line.strip()] if found else []
-    return lines[0] if lines else rendezvous.reason(error)
 
 
 def _gpu_identity(uuid: str) -> str:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from bus.weight_transfer.formats import aligned, transfer_failed
+from bus.weight_transfer.formats import LentTensors, M, aligned, encode, transfer_failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from bus.manifest import TensorMeta
-    from bus.weight_transfer.formats import IpcTensors, ShmTensors
+    from bus.weight_transfer.formats import IpcMemory, ShmMemory
+
+    Lent: TypeAlias = LentTensors[ShmMemory] | LentTensors[IpcMemory]
 
 
 Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
@@ -173,7 +175,28 @@ def _view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch
     return memory[offset_bytes:end].view(dtype).view(meta.shape)
 
 
-def check_lent(lent: IpcTensors | ShmTensors, tensors: Sequence[TensorMeta]) -> None:
+def lend(tensors: Sequence[torch.Tensor], locate: Callable[[torch.Tensor], tuple[M, int]]) -> bytes:
+    """Returns the handle of an unpacked chunk.
+
+    Args:
+        tensors: the chunk's tensors, contiguous.
+        locate: returns the memory in which a tensor lies, and its offset there in bytes; called
+            for tensors with elements.
+    """
+    places: dict[M, int] = {}
+    memory_of: list[int] = []
+    offsets: list[int] = []
+    for tensor in tensors:
+        index = offset = 0
+        if tensor.numel():
+            memory, offset = locate(tensor)
+            index = places.setdefault(memory, len(places))
+        memory_of.append(index)
+        offsets.append(offset)
+    return encode(LentTensors(tuple(places), tuple(memory_of), tuple(offsets)))
+
+
+def check_lent(lent: Lent, tensors: Sequence[TensorMeta]) -> None:
     """Checks that a chunk's tensors lie within the memory that the trainer shares for it.
 
     Args:
@@ -202,7 +225,7 @@ def check_lent(lent: IpcTensors | ShmTensors, tensors: Sequence[TensorMeta]) -> 
 
 def lent_views(
     memories: Sequence[torch.Tensor],
-    lent: IpcTensors | ShmTensors,
+    lent: Lent,
     tensors: Sequence[TensorMeta],
     device: torch.device,
 ) -> list[tuple[str, torch.Tensor]]:

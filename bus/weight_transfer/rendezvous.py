@@ -178,10 +178,13 @@ def connect_store(host: str, port: int, communicator: int, timeout_s: float) -> 
 def reason(error: Exception) -> str:
     """Returns torch's text of an error, without source file, guesses and C++ stack.
 
+    Of an error of NCCL, it is NCCL's own last line.
+
     Args:
         error: what torch has raised.
     """
-    lines = str(error).strip().splitlines()
+    last = str(error).partition("Last error:")[2]
+    lines = (last.strip() or str(error).strip()).splitlines()
     text = re.sub(r"^\[\S+:\d+\]\s*", "", lines[0].strip()) if lines else ""
     return text.split(". This is typically", 1)[0] or type(error).__name__
 

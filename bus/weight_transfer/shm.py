@@ -32,16 +32,16 @@ from bus.locked_paths import SHM_PREFIX
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import (
     SHM_FOLDER,
-    ShmChunk,
+    LentTensors,
+    PackedChunk,
     ShmInit,
     ShmMemory,
-    ShmTensors,
     aligned,
     decode_received,
     encode,
     transfer_failed,
 )
-from bus.weight_transfer.packing import ViewCache, check_lent, lent_views, pack
+from bus.weight_transfer.packing import ViewCache, check_lent, lend, lent_views, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ class ShmSender(Sender):
             return self._lend(seq, tensors)
         index = seq % self.prefetch_depth
         offsets = pack(self._segments[index].memory, tensors)
-        return encode(ShmChunk(index, tuple(offsets[:-1])))
+        return encode(PackedChunk(index, tuple(offsets[:-1])))
 
     @override
     def on_taken(self, seq: int) -> None:
@@ -166,17 +166,7 @@ class ShmSender(Sender):
         if not seq:  # drop what a failed update has left
             self._lent = {}
         lent = self._lent[seq] = _in_shared_memory(tensors)
-        places: dict[ShmMemory, int] = {}
-        memory_of: list[int] = []
-        offsets: list[int] = []
-        for tensor in lent:
-            memory_index = offset = 0
-            if tensor.numel():
-                memory, offset = locate(tensor)
-                memory_index = places.setdefault(memory, len(places))
-            memory_of.append(memory_index)
-            offsets.append(offset)
-        return encode(ShmTensors(tuple(places), tuple(memory_of), tuple(offsets)))
+        return lend(lent, locate)
 
 
 def _in_shared_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -275,13 +265,13 @@ class ShmReceiver(Receiver):
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
         if self._lends:
-            return self._receive_lent(tensors, decode_received(handle, ShmTensors))
-        chunk = decode_received(handle, ShmChunk)
-        if chunk.segment >= len(self._segments):
+            return self._receive_lent(tensors, decode_received(handle, LentTensors[ShmMemory]))
+        chunk = decode_received(handle, PackedChunk)
+        if chunk.buffer >= len(self._segments):
             raise transfer_failed(
-                f"segment {chunk.segment} of {len(self._segments)}: open the ring first"
+                f"segment {chunk.buffer} of {len(self._segments)}: open the ring first"
             )
-        return self._views.get(self._segments[chunk.segment], chunk.offsets_bytes, tensors)
+        return self._views.get(self._segments[chunk.buffer], chunk.offsets_bytes, tensors)
 
     @override
     def close(self) -> None:
@@ -291,7 +281,7 @@ class ShmReceiver(Receiver):
         self._lent = {}
 
     def _receive_lent(
-        self, tensors: tuple[TensorMeta, ...], lent: ShmTensors
+        self, tensors: tuple[TensorMeta, ...], lent: LentTensors[ShmMemory]
     ) -> list[tuple[str, torch.Tensor]]:
         check_lent(lent, tensors)
         if lent.memories:

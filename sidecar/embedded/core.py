@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from bus.errors import EngineDead, EngineError
+from bus.errors import EngineDead, EngineError, wrong_state
 from bus.messages import NackCode
 from sidecar.embedded.memory import ModelMemory, ModelMemoryState
 from sidecar.embedded.probing import run_probes
@@ -256,9 +256,7 @@ class EngineCore:
             EngineError: code ``wrong_state``.
         """
         if self._mode is None or self._pausing:
-            raise EngineError(
-                f"{what} needs a paused engine, and this one is not", code=NackCode.WRONG_STATE
-            )
+            raise wrong_state(f"{what} needs a paused engine, and this one is not")
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives the model's memory back to the system.
@@ -268,9 +266,7 @@ class EngineCore:
         """
         self.require_paused("sleep")
         if self._scheduler.running:
-            raise EngineError(
-                "sleep: the pause has kept keys and values", code=NackCode.WRONG_STATE
-            )
+            raise wrong_state("sleep: the pause has kept keys and values")
         self.memory.sleep(level)
 
     def resume(self) -> None:

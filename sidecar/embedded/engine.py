@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from bus.errors import EngineDead, EngineError, UsageError
-from bus.messages import NackCode, RequestLimits
+from bus.errors import EngineDead, EngineError, UsageError, wrong_state
+from bus.messages import RequestLimits
 from bus.protocol.engine.operations import (
     ArmManifest,
     Done,
@@ -386,7 +386,7 @@ class EmbeddedEngine:
         if self._closed:
             raise EngineDead("the engine is closed")
         if self._core is None:
-            raise EngineError("the engine is not started", code=NackCode.WRONG_STATE)
+            raise wrong_state("the engine is not started")
         if self._death is not None and self._death.done():
             raise EngineDead(self._death.result())
         return self._core

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ModelMemory:
             EngineError: code ``wrong_state``: the engine sleeps already.
         """
         if self.state is _S.ASLEEP:
-            raise EngineError(f"sleep: the engine is {self.state}", code=NackCode.WRONG_STATE)
+            raise wrong_state(f"sleep: the engine is {self.state}")
         self._kept = [_bytes(each).clone() for each in self._weights] if level == 1 else []
         for storage in (*self._weights, *self._cache):
             storage.resize_(0)

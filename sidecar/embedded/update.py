@@ -35,24 +35,25 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity, require_capacity
 from bus.weight_transfer.registry import make_receiver
 from sidecar.embedded.memory import ModelMemoryState
 from sidecar.embedded.qwen3 import rotary_frequencies
 from sidecar.embedded.weights import load_tensors
+from sidecar.transfer.chunk_receiver import ChunkReceiver
 from sidecar.transfer.memory_budget import staging_capacity
 from sidecar.transfer.unloaded import UnloadedTensors
-from sidecar.transfer.verification import check_delivered, check_room, check_sums
+from sidecar.transfer.verification import check_room, check_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bus.manifest import Manifest
+    from bus.manifest import Manifest, TensorMeta
     from bus.messages import SleepLevel, Staging, Verify
     from bus.protocol.engine.operations import Open, ReceiveChunk
-    from bus.weight_transfer.base import Receiver
+    from bus.weight_transfer.packing import Tensors
     from sidecar.embedded.core import EngineCore
     from sidecar.embedded.model import ModelRunner
 
@@ -131,24 +132,18 @@ class Updater:
         self._staging: Staging | None = None  # the armed update's staging options
         self._memory = StagedParameters(core.model)
         self.staged = False  # whether the open update is staged
-        self._backend = ""
-        self._receiver: Receiver | None = None
-        self._received_seq: int | None = None
-        self._received: list[tuple[str, torch.Tensor]] = []
+        self._chunks = ChunkReceiver(torch.device("cpu"))
+        self._metas: list[tuple[TensorMeta, ...]] = []  # of each chunk of the current update
 
     def open_transfer(self, opening: Open) -> None:
         """Connects to the sender of the weights; an open transport is replaced."""
         receiver = make_receiver(opening.backend)
         receiver.open(opening.params, opening.place)
-        self.close()
-        self._backend, self._receiver = opening.backend, receiver
+        self._chunks.use(opening.backend, receiver)
 
     def close(self) -> None:
         """Closes the transport, and drops a chunk that was received and not loaded."""
-        self._release()
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._chunks.close()
 
     def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
         """Checks whether an update fits the model, and whether memory allows to stage it.
@@ -165,7 +160,7 @@ class Updater:
         """
         self._armed = None
         self._expected.check(manifest)
-        check_room(self._backend, self._receiver, manifest)
+        check_room(self._chunks.backend, self._chunks.receiver, manifest)
         room = StagingCapacity()
         if staging is not None:
             needed, held = self._memory.needed_bytes, self._memory.held_bytes
@@ -179,17 +174,18 @@ class Updater:
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
-            raise _wrong_state("nothing can be staged beside weights that are not a version's")
+            raise wrong_state("nothing can be staged beside weights that are not a version's")
         self._core.memory.require_weights("an update")
         if self._armed is None:
-            raise _wrong_state("no manifest is armed")
+            raise wrong_state("no manifest is armed")
         if not recover and self._state is not UpdaterState.IDLE:
             hint = "; only a whole update with recover frees the engine" if self._foreign else ""
-            raise _wrong_state(f"an earlier update is still {self._state.value}{hint}")
-        self._release()
-        self._manifest, self._armed = self._armed, None
+            raise wrong_state(f"an earlier update is still {self._state.value}{hint}")
+        self._chunks.clear()
+        self._take_manifest(self._armed)
+        self._unloaded.begin(self._armed.names, is_open=self._armed.is_open)
+        self._armed = None
         self._loaded.clear()
-        self._unloaded.begin(self._manifest.names, is_open=self._manifest.is_open)
         self.staged = staged
         if staged:
             self._memory.allocate()
@@ -202,61 +198,54 @@ class Updater:
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         self._expected.check(manifest)
-        self._manifest = manifest
+        self._take_manifest(manifest)
 
     def receive(self, chunk: ReceiveChunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""
-        manifest = self._loading("receive")
-        if chunk.seq >= manifest.chunks:
-            raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
+        self._loading("receive")
         if chunk.seq in self._loaded:
-            raise _wrong_state(f"chunk {chunk.seq} is loaded already")
-        if self._received_seq not in (None, chunk.seq):
-            raise _wrong_state(f"chunk {self._received_seq} is received and not loaded yet")
-        if self._receiver is None or chunk.backend != self._backend:
-            raise _wrong_state(f"no {chunk.backend} transport is open")
-        self._release()
-        metas = manifest.chunk(chunk.seq)
-        self._received = self._receiver.receive(metas, chunk.handle)
-        self._received_seq = chunk.seq
+            raise wrong_state(f"chunk {chunk.seq} is loaded already")
+        self._chunks.begin(chunk.seq, self._metas, chunk.backend, chunk.handle)
         try:
-            check_delivered(self._backend, metas, self._received)
+            self._chunks.take(chunk.seq)
         except EngineError:
-            self._release()
+            self._chunks.release(chunk.seq)
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
         """Returns whether receiving or verifying ``tensors`` tensors is too short for a thread."""
-        waits = self._receiver is None or self._receiver.is_blocking
+        receiver = self._chunks.receiver
+        waits = receiver is None or receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
     def tensors_of(self, seq: int) -> int:
         """Returns how many tensors a chunk of the current update has."""
-        manifest = self._loading("receive")
-        return len(manifest.names[manifest.part(seq)]) if seq < manifest.chunks else 0
+        self._loading("receive")
+        return len(self._metas[seq]) if seq < len(self._metas) else 0
 
     def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
         """Compares the received chunk's checksums with the sender's ``sums``."""
-        self._require_received("verify", seq)
-        check_sums(seq, self._received, verify, sums)
+        check_sums(seq, self._received("verify", seq), verify, sums)
 
     def load(self, seq: int) -> None:
         """Copies the received chunk into the served parameters, in a pause."""
-        self._require_received("load", seq)
+        received = self._received("load", seq)
         self._core.require_paused("load")
-        self._unloaded.check(self._received)
+        self._unloaded.check(received)
         self._foreign = True
-        load_tensors(self._core.model.parameters, self._received)
-        self._loaded.add(seq)
-        self._release()
+        load_tensors(self._core.model.parameters, received)
+        self._on_loaded(seq)
 
     def stage(self, seq: int) -> None:
         """Copies the received chunk into the second copy of the parameters."""
-        self._require_received("load", seq)
-        self._unloaded.check(self._received)
-        self._memory.load(self._received)
+        received = self._received("load", seq)
+        self._unloaded.check(received)
+        self._memory.load(received)
+        self._on_loaded(seq)
+
+    def _on_loaded(self, seq: int) -> None:
         self._loaded.add(seq)
-        self._release()
+        self._chunks.release(seq)
 
     def restore(self) -> None:
         """Ends an update that has not changed the served weights; drops staged tensors."""
@@ -265,8 +254,8 @@ class Updater:
             return
         self._loading("restore")
         if self._foreign:
-            raise _wrong_state("restore after a load: only a whole update frees the engine")
-        self._release()
+            raise wrong_state("restore after a load: only a whole update frees the engine")
+        self._chunks.clear()
         self._state = UpdaterState.IDLE
 
     def finish(self) -> None:
@@ -275,20 +264,20 @@ class Updater:
         if not self.staged:
             self._core.require_paused("finish")
         if missing := manifest.chunks - len(self._loaded):
-            raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
+            raise wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
         self._expected.check_whole(manifest)
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
         """Rejects the call named ``what`` unless a whole update is loaded and not committed."""
         if self._state is not UpdaterState.FINISHED:
-            raise _wrong_state(f"{what} while the update is {self._state.value}")
+            raise wrong_state(f"{what} while the update is {self._state.value}")
 
     def commit(self, version: int) -> None:
         """Makes the engine report the loaded weights as ``version`` from now on."""
         self.require_finished("commit")
         if version < 1:
-            raise _wrong_state(f"version {version} does not follow {self._core.version}")
+            raise wrong_state(f"version {version} does not follow {self._core.version}")
         self._core.version = version
         self._foreign = False
         self._state = UpdaterState.IDLE
@@ -335,10 +324,10 @@ class Updater:
         in_place = self._state is not UpdaterState.IDLE and not self.staged
         if in_place or self._foreign:
             mixed = ", with weights that are not the version's" if self._foreign else ""
-            raise _wrong_state(f"resume while an update is {self._state.value}{mixed}")
+            raise wrong_state(f"resume while an update is {self._state.value}{mixed}")
 
     def _end_staging(self) -> None:
-        self._release()
+        self._chunks.clear()
         if self._staging is None or not self._staging.keep:
             self._memory.release()
         self.staged = False
@@ -346,29 +335,22 @@ class Updater:
 
     def _loading(self, what: str) -> Manifest:
         if self._state is not UpdaterState.LOADING or self._manifest is None:
-            raise _wrong_state(f"{what} while the update is {self._state.value}")
+            raise wrong_state(f"{what} while the update is {self._state.value}")
         return self._manifest
 
-    def _require_received(self, what: str, seq: int) -> None:
-        self._loading(what)
-        if self._received_seq != seq:
-            raise _wrong_state(f"chunk {seq} is not received")
+    def _take_manifest(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._metas = [manifest.chunk(seq) for seq in range(manifest.chunks)]
 
-    def _release(self) -> None:
-        """Returns the received tensors to the receiver."""
-        self._received = []
-        if self._received_seq is not None and self._receiver is not None:
-            self._receiver.release()
-        self._received_seq = None
+    def _received(self, what: str, seq: int) -> Tensors:
+        """Returns a received chunk, for the call named ``what``."""
+        self._loading(what)
+        return self._chunks.take(seq)
 
 
 def _unloaded_tensors(model: ModelRunner) -> UnloadedTensors:
     frequencies = rotary_frequencies(model.config)
     return UnloadedTensors(next(iter(model.expected.optional), ""), lambda _name: frequencies)
-
-
-def _wrong_state(detail: str) -> EngineError:
-    return EngineError(detail, code=NackCode.WRONG_STATE)
 
 
 def _size_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

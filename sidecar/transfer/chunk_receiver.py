@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bus.errors import EngineError
-from bus.messages import NackCode
+from bus.errors import wrong_state
 from bus.weight_transfer.formats import transfer_failed
 from bus.weight_transfer.packing import ReceivedChunk
 from sidecar.transfer.streams import own_stream, within
@@ -141,10 +140,7 @@ class ChunkReceiver:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
         self.release(seq)  # a repeated request receives the chunk again
         if into is None and len(self._chunks) >= receiver.prefetch_depth:
-            raise EngineError(
-                f"chunks {sorted(self._chunks)} are received and not loaded yet",
-                code=NackCode.WRONG_STATE,
-            )
+            raise wrong_state(f"chunks {sorted(self._chunks)} are received and not loaded yet")
         # From here on, interrupt() can cancel the chunk.
         coming = self._chunks[seq] = Future()
         try:
@@ -180,9 +176,7 @@ class ChunkReceiver:
         coming = self._chunks.get(seq)
         if coming is None:
             found = f"only {sorted(self._chunks)}" if self._chunks else "nothing"
-            raise EngineError(
-                f"chunk {seq} is asked for, but {found} is staged", code=NackCode.WRONG_STATE
-            )
+            raise wrong_state(f"chunk {seq} is asked for, but {found} is staged")
         self._wait_for(seq)
         try:
             tensors = coming.result()

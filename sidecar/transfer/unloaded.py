@@ -66,7 +66,7 @@ class UnloadedTensors:
         head = self._sums.get(self.head)
         other = next((n for n, found in self._sums.items() if found != head), "")
         if head is not None and other:
-            raise _refused(
+            raise refused(
                 self.head,
                 f"is not equal to {other}, and this engine's head is tied to the embeddings, so it "
                 "would be lost: start engines from a checkpoint that has this head, with "
@@ -81,12 +81,12 @@ class UnloadedTensors:
     def _check_frequencies(self, name: str, sent: torch.Tensor) -> None:
         own = self._frequencies(name)
         if own is None:
-            raise _refused(name, "can't be compared with what this engine computes: leave it out")
+            raise refused(name, "can't be compared with what this engine computes: leave it out")
         least = max(torch.finfo(each.dtype).eps for each in (own, sent))
         found, own = sent.float().flatten().cpu(), own.float().flatten().cpu()
         same = found.shape == own.shape
         if not same or not torch.allclose(found, own, rtol=_ROUNDINGS * least, atol=0.0):
-            raise _refused(
+            raise refused(
                 name,
                 "is not what this engine computes from its configuration, and would be lost: give "
                 "engines the trainer's configuration, or leave it out",
@@ -145,7 +145,7 @@ class CheckedLoading:
             names: of the tensors that were received.
         """
         if self._error is None and not self._unloaded.has_checked(names):
-            self._error = _refused(
+            self._error = refused(
                 self._unloaded.head,
                 "could not be compared with the embeddings, to which this engine's head is tied: "
                 "leave it out",
@@ -175,5 +175,6 @@ class CheckedLoading:
                 yield name, tensor
 
 
-def _refused(tensor: str, why: str) -> EngineError:
+def refused(tensor: str, why: str) -> EngineError:
+    """Returns the error that refuses a manifest because of one tensor."""
     return EngineError(f"{tensor}: {why}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)

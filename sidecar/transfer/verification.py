@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.weight_transfer.checksum import checksums, first_difference, select_words, sum_words
 from bus.weight_transfer.formats import aligned, transfer_failed
@@ -185,10 +185,7 @@ def _compare(
     found: tuple[int, ...],
 ) -> None:
     if len(found) != len(sums):
-        raise EngineError(
-            f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}",
-            code=NackCode.WRONG_STATE,
-        )
+        raise wrong_state(f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}")
     place = first_difference(sums, found)
     if place is not None:
         name = received[place][0]

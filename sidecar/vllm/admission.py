@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from sidecar.vllm.plugin.core.admission import SET_ADMISSION
 
@@ -87,7 +87,7 @@ class AdmissionControl:
                 probes.
         """
         if mode == "keep":
-            raise EngineError("a pause that keeps requests", code=NackCode.WRONG_STATE)
+            raise wrong_state("a pause that keeps requests")
         passes = f"wavebus-probe-{secrets.token_hex(8)}"
         self._passes_probes = self.is_supported
         await self._set(passes=passes, why="it runs the probes of a canary")

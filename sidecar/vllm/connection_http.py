@@ -30,8 +30,7 @@ from bus.messages import ProbeResult
 from bus.net import check_url, is_loopback_host
 from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
-from sidecar.vllm.plugin.operations import find_failure
-from sidecar.vllm.worker_client import engine_error
+from sidecar.vllm.plugin.operations import engine_error, find_failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -481,6 +480,14 @@ class HttpConnection(VllmHttpClient):
         return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
+        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
+
+        Args:
+            method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
+            kwargs: the method's arguments.
+
+        Returns:
+            A list with each worker's answer; for methods that the core answers, with the core's.
+        """
         body = {"method": method, "kwargs": kwargs or {}}
         return (await self.post("/collective_rpc", body)).get("results")

@@ -17,7 +17,7 @@ from bus.errors import EngineDead, EngineError
 from bus.messages import ProbeResult
 from sidecar.supervision.server import DEV_MODE, complete_command
 from sidecar.vllm.lora_routes import adapter_id
-from sidecar.vllm.worker_client import engine_error
+from sidecar.vllm.plugin.operations import engine_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -171,7 +171,7 @@ class InProcessConnection:
         return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
+        """Calls a method of the workers or the core; see :meth:`HttpConnection.ask`."""
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
     async def check_adapter(self, name: str) -> None:  # noqa: ARG002 - as HttpConnection's

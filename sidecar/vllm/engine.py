@@ -8,7 +8,7 @@ them. A connection makes these calls: over HTTP (:mod:`sidecar.vllm.connection_h
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import anyio
 from msgspec.structs import replace
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from bus.protocol.engine.operations import SwapStaged
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
-    from sidecar.vllm.connection_http import HttpConnection
-    from sidecar.vllm.connection_inprocess import InProcessConnection
     from sidecar.vllm.plugin.environment import DpCoordinator
-
-    VllmConnection: TypeAlias = HttpConnection | InProcessConnection
+    from sidecar.vllm.worker_client import VllmConnection
 
 ABORT_SEEN_S: Final = 1.0
 
@@ -50,7 +47,6 @@ class VllmAdapter(WorkerClient):
 
     def __init__(self, connection: VllmConnection, dp_coordinator: DpCoordinator = "vllm") -> None:
         super().__init__(connection)
-        self._vllm = connection
         self._core = CoreLink(dp_coordinator)
         self._admission = AdmissionControl(connection.ask, served=connection.is_served)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from bus.errors import EngineError
 from bus.keys import API_KEY_VARIABLE
 from bus.messages import NackCode
+from sidecar.vllm.plugin.operations import engine_error
 from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
-from sidecar.vllm.worker_client import engine_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

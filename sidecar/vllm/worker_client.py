@@ -6,7 +6,7 @@ The sidecar's adapter of vLLM (:mod:`sidecar.vllm.engine`) inherits from the cla
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -26,43 +26,11 @@ if TYPE_CHECKING:
 
     from bus.manifest import Manifest
     from bus.protocol.engine.operations import UpdateOperation
+    from sidecar.vllm.connection_http import HttpConnection
+    from sidecar.vllm.connection_inprocess import InProcessConnection
 
+    VllmConnection: TypeAlias = HttpConnection | InProcessConnection
     Perform: TypeAlias = Callable[[operations.WorkerOperation], Awaitable[list[operations.Done]]]
-
-
-class WorkerConnection(Protocol):
-    """The calls of vLLM that an update needs, over HTTP or in process.
-
-    The calls raise :class:`EngineError`.
-    """
-
-    async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
-
-        Args:
-            method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
-            kwargs: the method's arguments.
-
-        Returns:
-            A list with each worker's answer; for methods that the core answers, with the core's.
-        """
-
-    async def check_adapter(self, name: str) -> None:
-        """Checks that vLLM can have a LoRA adapter of this name, before each update of it."""
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Makes vLLM load a LoRA adapter again, from the tensors that workers received.
-
-        Args:
-            name: the adapter's name.
-            path: the path by which vLLM tells this version from others.
-        """
-
-    async def undo_adapter(self, name: str) -> None:
-        """Undoes the last load or removal in vLLM, after the workers have undone theirs."""
-
-    async def remove_adapter(self, name: str) -> None:
-        """Makes vLLM refuse new requests for a LoRA adapter, if it has one of that name."""
 
 
 class AdapterFrontEnd:
@@ -78,7 +46,7 @@ class AdapterFrontEnd:
         path: the path by which vLLM tells the version under way from others.
     """
 
-    def __init__(self, connection: WorkerConnection, perform: Perform) -> None:
+    def __init__(self, connection: VllmConnection, perform: Perform) -> None:
         self.name = self.path = ""
         self.removes = False
         self._connection = connection
@@ -119,8 +87,8 @@ class WorkerClient:
     so a restarted sidecar can recover it.
     """
 
-    def __init__(self, connection: WorkerConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: VllmConnection) -> None:
+        self._vllm = connection
         self._caches = CacheControl(connection.ask)
         self._adapter = AdapterFrontEnd(connection, self._perform)
         self._is_vllms_engine = False
@@ -155,7 +123,7 @@ class WorkerClient:
         self._caches.learn(facts)
         workers = await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
-        called_off = await self._connection.ask(worker_rpc.CALL_OFF, {})
+        called_off = await self._vllm.ask(worker_rpc.CALL_OFF, {})
         if worker_rpc.read_yes(called_off) is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
         self._is_in_lockstep = not self._cannot_stage and await self._expect_swap(expected=False)
@@ -168,7 +136,7 @@ class WorkerClient:
         """Carries out an operation in all workers; see :meth:`sidecar.engine.Engine.perform`.
 
         Raises:
-            EngineError: also as :meth:`WorkerConnection.check_adapter`.
+            EngineError: also as :meth:`HttpConnection.check_adapter`.
         """
         self._running = operation
         try:
@@ -214,15 +182,15 @@ class WorkerClient:
             case operations.Start():
                 self._in_place = all(each.in_place for each in done)
             case operations.LoadChunk(seq=seq) if self._adapter.name and self._is_last(seq):
-                await self._connection.load_adapter(self._adapter.name, self._adapter.path)
+                await self._vllm.load_adapter(self._adapter.name, self._adapter.path)
             case operations.Restore(staged=False) if self._adapter.name:
-                await self._connection.undo_adapter(self._adapter.name)
+                await self._vllm.undo_adapter(self._adapter.name)
             case operations.Restore(staged=True) if self._is_in_lockstep:
                 await self._expect_swap(expected=False)
 
     async def _expect_swap(self, *, expected: bool) -> bool:
         """Tells the core whether a swap is expected; returns whether it is in lockstep."""
-        answer = await self._connection.ask(worker_rpc.EXPECT_SWAP, {"expected": expected})
+        answer = await self._vllm.ask(worker_rpc.EXPECT_SWAP, {"expected": expected})
         return worker_rpc.read_yes(answer) is True
 
     def _goes_by_channel(self, operation: UpdateOperation) -> bool:
@@ -257,7 +225,7 @@ class WorkerClient:
         """Makes the core swap to the staged weights between two steps; returns its requests."""
         clears = self._caches.clears(swap.clear_cache)
         swap = msgspec.structs.replace(swap, clear_cache=clears)
-        await self._connection.ask(worker_rpc.SWAP, {"operation": operations.encode(swap)})
+        await self._vllm.ask(worker_rpc.SWAP, {"operation": operations.encode(swap)})
         return 0  # the adapter counts them
 
     async def call_off(self) -> None:
@@ -268,7 +236,7 @@ class WorkerClient:
         if isinstance(self._running, operations.ReceiveChunk):
             await self._perform(operations.Restore(staged=True))
         else:
-            await self._connection.ask(worker_rpc.CALL_OFF, {})
+            await self._vllm.ask(worker_rpc.CALL_OFF, {})
 
     async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
         """Checks an update in all workers; returns how much memory staging needs."""
@@ -276,7 +244,7 @@ class WorkerClient:
             await self._adapter.drop_all()
         self._caches.require_updatable()
         if self._adapter.name:
-            await self._connection.check_adapter(self._adapter.name)
+            await self._vllm.check_adapter(self._adapter.name)
         of_model = arm.target == "model" and not self._adapter.name
         before, self._armed = self._armed, None
         room = await self._arm_for(arm, known=of_model and before == arm.manifest)
@@ -312,19 +280,10 @@ class WorkerClient:
     async def _perform(self, operation: operations.WorkerOperation) -> list[operations.Done]:
         """Carries out an operation in all workers through the core; returns their answers."""
         asked = {"operation": operations.encode(operation)}
-        return worker_rpc.read_done(await self._connection.ask(operations.PERFORM, asked))
+        return worker_rpc.read_done(await self._vllm.ask(operations.PERFORM, asked))
 
 
 def _room(armed: list[operations.Done]) -> StagingCapacity:
     """Returns the largest need of any worker, or why a worker can't stage."""
     unknown = StagingCapacity(why_not="its worker does not say whether it has room")
     return combine([each.room or unknown for each in armed])
-
-
-def engine_error(text: str) -> EngineError:
-    """Returns the exception for a failed vLLM call, by the text of vLLM's error.
-
-    If the plugin put a failure in the text, the exception has that failure's code and tensor.
-    """
-    failure = operations.find_failure(text)
-    return EngineError(text) if failure is None else failure.to_error()

@@ -18,11 +18,11 @@ from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 from bus.weight_transfer.cuda import current_gpu, resolve_gpu
 from bus.weight_transfer.formats import (
     BroadcastChunk,
-    IpcChunk,
     IpcInit,
     IpcMemory,
-    IpcTensors,
+    LentTensors,
     NcclInit,
+    PackedChunk,
     aligned,
     decode,
     encode,
@@ -171,7 +171,7 @@ def test_ipcs_params_out_of_bounds_are_refused_by_field(
 
 @pytest.mark.parametrize("receiver", [NcclReceiver(), IpcReceiver()])
 def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
-    handle = encode(BroadcastChunk(0) if isinstance(receiver, NcclReceiver) else IpcChunk(0, ()))
+    handle = encode(BroadcastChunk(0) if isinstance(receiver, NcclReceiver) else PackedChunk(0, ()))
     with pytest.raises(EngineError, match="open") as refused:
         receiver.receive((), handle)
     assert refused.value.code is NackCode.TRANSFER_FAILED
@@ -183,25 +183,26 @@ def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
         NcclInit("h", 1, 2, b"t" * 16, 0, 2, 1000, "2.29.7"),
         BroadcastChunk(7),
         IpcInit("gpu-1", (MEMORY, MEMORY), 4096),
-        IpcChunk(1, (0, 64)),
-        IpcTensors((MEMORY,), (0, 0), (0, 64)),
+        PackedChunk(1, (0, 64)),
+        LentTensors((MEMORY,), (0, 0), (0, 64)),
     ],
 )
 def test_what_is_said_arrives(said: object) -> None:
-    assert decode(encode(said), type(said)) == said
+    kind = LentTensors[IpcMemory] if isinstance(said, LentTensors) else type(said)
+    assert decode(encode(said), kind) == said
 
 
 def test_handles_of_lent_tensors_are_checked_before_anything_is_mapped() -> None:
     """Every tensor that has bytes lies wholly in an allocation that was named."""
     full = meta_of("w", torch.zeros(4))
     empty = meta_of("none", torch.zeros(0, 3))
-    check_lent(IpcTensors((MEMORY,), (0, 0), (4080, 0)), (full, full))
-    check_lent(IpcTensors((), (9,), (1 << 40,)), (empty,))
+    check_lent(LentTensors((MEMORY,), (0, 0), (4080, 0)), (full, full))
+    check_lent(LentTensors((), (9,), (1 << 40,)), (empty,))
     for lent, word in (
-        (IpcTensors((MEMORY,), (0,), (4081,)), "ends at byte 4097 of 4096"),
-        (IpcTensors((MEMORY,), (1,), (0,)), "memory 1 of 1"),
-        (IpcTensors((MEMORY,), (), (0,)), "0 memories"),
-        (IpcTensors((MEMORY,), (0, 0), (0, 0)), "for 1 tensors"),
+        (LentTensors((MEMORY,), (0,), (4081,)), "ends at byte 4097 of 4096"),
+        (LentTensors((MEMORY,), (1,), (0,)), "memory 1 of 1"),
+        (LentTensors((MEMORY,), (), (0,)), "0 memories"),
+        (LentTensors((MEMORY,), (0, 0), (0, 0)), "for 1 tensors"),
     ):
         with pytest.raises(EngineError, match=word) as refused:
             check_lent(lent, (full,))
@@ -212,7 +213,7 @@ def test_a_handle_fits_a_chunk_of_many_small_tensors() -> None:
     """A chunk of 100,000 tensors in one allocation: under the bound of the bus's blobs."""
     many = 100_000
     offsets = tuple(range(0, many * 512, 512))
-    assert len(encode(IpcTensors((MEMORY,), (0,) * many, offsets))) < 1 << 20
+    assert len(encode(LentTensors((MEMORY,), (0,) * many, offsets))) < 1 << 20
 
 
 def test_cudas_handle_is_as_long_as_the_driver_says() -> None:
@@ -271,16 +272,16 @@ def test_a_packed_chunk_of_ipc_is_copied_in_one_piece_to_where_it_is_to_lie() ->
     place, buffer = a_place(), torch.zeros(4096, dtype=torch.uint8)
     *offsets, _ = pack(buffer, [TENSORS[meta.name] for meta in METAS])
     receiver = Opened({HANDLE: buffer}, packed=True)
-    chunk = encode(IpcChunk(0, tuple(offsets)))
+    chunk = encode(PackedChunk(0, tuple(offsets)))
     assert receiver.receive_into(METAS, chunk, place)
     receiver.release()
     assert holds_all(place)
-    moved = IpcChunk(0, (*offsets[:-1], offsets[-1] + 64))
+    moved = PackedChunk(0, (*offsets[:-1], offsets[-1] + 64))
     assert not receiver.receive_into(METAS, encode(moved), place)
     short = Opened({HANDLE: buffer[: place.memory.numel() - 1]}, packed=True)
     assert not short.receive_into(METAS, chunk, place)
     with pytest.raises(EngineError, match="buffer 1 of 1"):
-        receiver.receive_into(METAS, encode(IpcChunk(1, tuple(offsets))), place)
+        receiver.receive_into(METAS, encode(PackedChunk(1, tuple(offsets))), place)
 
 
 def test_a_lent_chunk_of_ipc_is_copied_to_where_it_is_to_lie_and_unmapped() -> None:
@@ -296,7 +297,7 @@ def test_a_lent_chunk_of_ipc_is_copied_to_where_it_is_to_lie_and_unmapped() -> N
         end += aligned(tensor.numel())
     lent = tuple(IpcMemory(handle, memory.numel()) for handle, memory in memories.items())
     receiver = Opened(memories, packed=False)
-    chunk = encode(IpcTensors(lent, tuple(memory_of), tuple(offsets)))
+    chunk = encode(LentTensors(lent, tuple(memory_of), tuple(offsets)))
     assert receiver.receive_into(METAS, chunk, place)
     assert not receiver.unmapped
     receiver.release()

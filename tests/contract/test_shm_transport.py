@@ -18,10 +18,10 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import ALONE, NO_RANK
 from bus.weight_transfer.formats import (
     SHM_FOLDER,
-    ShmChunk,
+    LentTensors,
+    PackedChunk,
     ShmInit,
     ShmMemory,
-    ShmTensors,
     decode,
     encode,
 )
@@ -169,13 +169,13 @@ def test_bad_handles_are_refused(sender: ShmSender) -> None:
     receiver.open(sender.open(room(), ALONE), NO_RANK)
     meta = meta_of("w", torch.zeros(4))
     for handle, word in (
-        (ShmChunk(2, (0,)), "segment 2"),
-        (ShmChunk(0, ()), "0 offsets"),
-        (ShmChunk(0, (1 << 40,)), "ends at byte"),
+        (PackedChunk(2, (0,)), "segment 2"),
+        (PackedChunk(0, ()), "0 offsets"),
+        (PackedChunk(0, (1 << 40,)), "ends at byte"),
     ):
         with pytest.raises(EngineError, match=word):
             receiver.receive((meta,), encode(handle))
-    with pytest.raises(EngineError, match="ShmChunk"):
+    with pytest.raises(EngineError, match="PackedChunk"):
         receiver.receive((meta,), b"\x90")
 
 
@@ -293,8 +293,8 @@ def test_other_memory_than_the_trainers_is_not_read(lending: Ends) -> None:
     tensor = in_shared_memory(torch.ones(5))
     other = in_shared_memory(torch.zeros(5))
     meta = meta_of("w", tensor)
-    [memory] = decode(lending.sender.put(0, [tensor]), ShmTensors).memories
-    [others] = decode(lending.sender.put(1, [other]), ShmTensors).memories
+    [memory] = decode(lending.sender.put(0, [tensor]), LentTensors[ShmMemory]).memories
+    [others] = decode(lending.sender.put(1, [other]), LentTensors[ShmMemory]).memories
     for wrong in (
         replace(memory, descriptor=others.descriptor),
         replace(memory, inode=others.inode),
@@ -302,21 +302,21 @@ def test_other_memory_than_the_trainers_is_not_read(lending: Ends) -> None:
         replace(memory, size_bytes=memory.size_bytes + 1),
     ):
         with pytest.raises(EngineError, match="is not the memory that the trainer lends"):
-            lending.receiver.receive((meta,), encode(ShmTensors((wrong,), (0,), (64,))))
+            lending.receiver.receive((meta,), encode(LentTensors((wrong,), (0,), (64,))))
 
 
 def test_bad_handles_of_lent_memory_are_refused(lending: Ends) -> None:
     """Nothing of it is mapped then."""
     tensor = in_shared_memory(torch.ones(5))
     meta = meta_of("w", tensor)
-    handle = decode(lending.sender.put(0, [tensor]), ShmTensors)
+    handle = decode(lending.sender.put(0, [tensor]), LentTensors[ShmMemory])
     before = mappings()
     for wrong, word in (
         (replace(handle, memory_of=(1,)), "memory 1 of 1"),
         (replace(handle, offsets_bytes=(65,)), "ends at byte 85 of 84"),
         (replace(handle, offsets_bytes=()), "0 offsets"),
-        (ShmTensors((ShmMemory(0, 0, 0, 0, 1),), (0,), (0,)), "pid"),
-        (ShmChunk(0, (0,)), "ShmTensors"),
+        (LentTensors((ShmMemory(0, 0, 0, 0, 1),), (0,), (0,)), "pid"),
+        (PackedChunk(0, (0,)), "LentTensors"),
     ):
         with pytest.raises(EngineError, match=word) as refused:
             lending.receiver.receive((meta,), encode(wrong))

@@ -49,6 +49,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from tests.gpu import one_gpu
 from tests.gpu.serving import PROMPTS, EngineSpec, Served, Serving, served, wavebus
 from trainer_agent import SyncTrainerAgent
@@ -418,7 +420,7 @@ def large_config(given: Given) -> Any:
 
     if given.cpu:
         return MODELS["tiny"]
-    return dataclasses.replace(MODELS["8b"], num_layers=given.layers)
+    return msgspec.structs.replace(MODELS["8b"], num_layers=given.layers)
 
 
 def by_gateway(given: Given, weights: dict[str, Tensor]) -> float:
@@ -705,7 +707,6 @@ def main() -> None:
     parser.add_argument("--boot-s", type=float, default=240.0)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs/gateway"))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what was started, ends
     options.logs = options.logs.resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:

@@ -455,6 +455,9 @@ def main() -> None:
                 campaign.join()
         finally:
             serving.stop()
+            for pid in descendants(os.getpid()):  # of interrupted campaigns
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     sys.exit(not report(campaigns, options.json_out))
 
 

@@ -81,6 +81,8 @@ class Serving:
     ) -> None:
         self._device = device
         self._share_gpu = share_gpu
+        # A script that is told to end still gets to its call of `stop`.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
         self._checkpoints = checkpoints
         self._logs = logs
         self._environment = {**os.environ, **(environment or {})}

@@ -261,6 +261,49 @@ def test_a_pause_that_the_bus_has_ended_is_none(bus: Bus) -> None:
     assert gateway.phases() == {"running"}
 
 
+def test_an_engine_that_restarts_in_a_pause_does_not_stop_its_updates(
+    bus: Bus, changed: Callable[[int], str]
+) -> None:
+    """It serves again once it has the weights: those of the next update after the pause."""
+    killed = bus.sidecar("e0")
+    bus.sidecar("e1")
+    gateway = Gateway(bus)
+    assert gateway.call("/pause?mode=keep")[0] == 200
+    assert gateway.call("/update_weights", {"weight_dir": changed(1)})[0] == 200
+    killed.kill()
+    bus.broker.wait_event("peer_lost", peer="e0")
+    bus.sidecar("e0")
+    for seed in (2, 3):
+        assert gateway.call("/update_weights", {"weight_dir": changed(seed)})[0] == 200
+        assert gateway.get("/is_paused") == {"is_paused": True}
+        assert gateway.get("/get_world_size") == {"world_size": 1}
+    assert gateway.call("/resume") == (200, {"status": "resumed"})
+    assert {gateway.generate()[1] for _ in range(4)} == {"3"}
+    assert gateway.call("/update_weights", {"weight_dir": changed(4)})[0] == 200
+    assert gateway.get("/get_world_size") == {"world_size": 2}
+    tokens = {tuple(gateway.generate()[0]) for _ in range(6)}
+    assert len(tokens) == 1
+
+
+def test_a_pause_whose_only_engine_restarts_is_over(
+    bus: Bus, changed: Callable[[int], str]
+) -> None:
+    killed = bus.sidecar("e0")
+    gateway = Gateway(bus)
+    for path in ("/pause?mode=keep", "/sleep?level=1"):
+        assert gateway.call(path)[0] == 200
+        killed.kill()
+        bus.broker.wait_event("peer_lost", peer="e0")
+        killed = bus.sidecar("e0")
+        deadline_s = time.monotonic() + 60
+        while gateway.get("/is_paused") == {"is_paused": True}:
+            assert time.monotonic() < deadline_s
+        assert gateway.get("/is_sleeping") == {"is_sleeping": False}
+        assert gateway.call("/update_weights", {"weight_dir": changed(len(path))})[0] == 200
+        assert gateway.call("/resume") == (200, {"status": "resumed"})
+        gateway.generate()
+
+
 def test_an_adapter_that_is_not_there_yet_is_not_found(gateway: Gateway, tmp_path: Path) -> None:
     """prime-rl repeats its call then, and only then."""
     asked = {"lora_name": "tuned", "lora_path": str(tmp_path)}

@@ -292,6 +292,34 @@ def test_the_field_that_an_engine_names_is_the_clients() -> None:
     run(main())
 
 
+def test_adapters_that_some_engines_have_are_models_of_the_group() -> None:
+    """An engine that does not tell its own hides none of the others'."""
+
+    async def broken(_: web.Request) -> web.Response:
+        return web.Response(status=500)
+
+    def lists(*adapters: str) -> dict[str, Any]:
+        cards = [{"id": "base", "parent": None}, *({"id": a, "parent": "base"} for a in adapters)]
+
+        async def models(_: web.Request) -> web.Response:
+            return web.json_response({"object": "list", "data": cards})
+
+        return {"/inference/v1/generate": honest, "/v1/models": models}
+
+    async def main() -> None:
+        engines = (lists("a"), lists(), {"/v1/models": broken}, lists("b", "a"))
+        async with fronts_of(*engines) as url, aiohttp.ClientSession() as http:
+            async with http.get(f"{url}/v1/models") as response:
+                shown = await response.json()
+            assert [card["id"] for card in shown["data"]] == ["base", "a", "b"]
+            async with http.get(f"{url}/v1/models/b") as response:
+                assert (response.status, await response.json()) == (200, shown["data"][2])
+            async with http.get(f"{url}/v1/models/c") as response:
+                assert response.status == 404
+
+    run(main())
+
+
 def test_a_text_ends_before_its_stop_string_streamed_or_not() -> None:
     """Also if that begins on an engine that dies, and ends on another."""
 

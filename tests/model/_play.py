@@ -371,6 +371,13 @@ class Play:
         if self.trainer.alive and not self.trainer.is_busy:
             self.trainer.run(self.trainer.pause(hold_ms=100.0 * index))
 
+    def update_in_pause(self, _engine: SimEngine | None, index: int) -> None:
+        """Two updates in one pause, or one."""
+        if self.trainer.alive and not self.trainer.is_busy:
+            payloads = range(self.payload + 1, self.payload + 2 + index % 2)
+            self.payload += len(payloads)
+            self.trainer.run(self.trainer.update_in_pause(*payloads, hold_ms=700.0 * index))
+
     def sleep(self, _engine: SimEngine | None, index: int) -> None:
         """Level 1 or 2, each with or without an update."""
         if self.trainer.alive and not self.trainer.is_busy:

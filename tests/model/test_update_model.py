@@ -28,6 +28,7 @@ KINDS = [
     "fail_load",
     "slow",
     "garble",
+    "update_in_pause",
     "hasty",
     "wrong_digest",
     "leave",
@@ -47,6 +48,7 @@ def test_weights_are_never_mixed_and_versions_only_grow() -> None:
         reach,
         {
             "committed": 300,
+            "started beside late engines": 10,
             "engine committed": 600,
             "quarantined at the end": 20,
             "freed by a whole update": 20,

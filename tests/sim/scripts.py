@@ -368,24 +368,40 @@ class TrainerScripts(ABC):
         verify: Verify = "full",
     ) -> Script:
         """A sleep for so long; with a payload, in it, an update of all weights."""
+        return self._hold(level, (payload,) if payload else (), hold_ms, verify)
+
+    def update_in_pause(self, *payloads: int, hold_ms: float = 100.0) -> Script:
+        """Updates of all weights in one pause, and so long before each."""
+        return self._hold(None, payloads, hold_ms, "full")
+
+    def _hold(
+        self, level: SleepLevel | None, payloads: tuple[int, ...], hold_ms: float, verify: Verify
+    ) -> Script:
+        what, think_ms = ("asleep", hold_ms) if level else ("pause", 0.0)
         pause_id = self.new_update_id()
         update = self._new_update()
         try:
             yield from self._pause_step(self._pause_message(pause_id, "keep"))
             try:
-                yield from self._step(Sleep(pause_id, level))
+                if level:
+                    yield from self._step(Sleep(pause_id, level))
                 if hold_ms:
                     yield hold_ms
-                if payload:
-                    yield from self._send_weights(update, payload, make_manifest(), hold_ms, verify)
+                for number, payload in enumerate(payloads):
+                    if number:
+                        update = self._new_update()
+                        yield hold_ms
+                    yield from self._send_weights(
+                        update, payload, make_manifest(), think_ms, verify
+                    )
             except WavebusError:
                 yield from self._undo(*update.undo())
                 yield from self._undo(Resume(pause_id))
                 raise
             yield from self._pause_step(Resume(pause_id))
         except WavebusError as error:
-            return Outcome("asleep", update.id, error=error)
-        return _outcome_of("asleep", update, payload)
+            return Outcome(what, update.id, error=error)
+        return _outcome_of(what, update, payloads[-1] if payloads else 0)
 
     def pause(self, *, hold_ms: float = 100.0, mode: PauseMode = "keep") -> Script:
         """A pause for so long, and a resume."""

@@ -320,6 +320,10 @@ class SimTrainer(TrainerScripts):
             self._catch_up(message)
         if isinstance(message, Nack):
             self.nacks[message.code] += 1
+            if message.step == Step.RESUME and not envelope.reply_to:
+                self.window.on_no_engines(message.update_id)
+                if self.pause_window is not None and self.pause_window[0] == message.update_id:
+                    self.pause_window = None
         request = self._waiting.get(envelope.reply_to)
         if request is None:
             return

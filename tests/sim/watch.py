@@ -318,6 +318,13 @@ class Watch:
         if update.state in (UpdateState.ARMED, UpdateState.STARTING):
             for name in update.members:
                 self._require_armed(group, name)
+        if update.state is UpdateState.STARTING and not update.staged:
+            running = update.members.keys() - group.pause.members.keys()
+            self.reach["started beside late engines"] += len(update.members) < len(
+                group.registry.engines
+            )
+            if running:
+                raise InvariantViolation(f"{running} are to load weights, and are in no pause")
         if update.state is UpdateState.COMMITTING:
             left = set(update.members.values())
             self.reach[f"committed with a quorum of {self._quorum}"] += 1

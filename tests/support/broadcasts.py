@@ -149,7 +149,7 @@ class BroadcastEngine(ByStep, EmbeddedEngine):
             self.loaded(chunk.seq)
 
     async def on_drain(self, drain: Drain) -> None:
-        receiver = self._update()._receiver
+        receiver = self._update()._chunks.receiver
         assert drain.backend == BACKEND
         assert isinstance(receiver, Broadcasts)
         try:

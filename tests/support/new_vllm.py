@@ -76,9 +76,8 @@ class NewVllm:
                 yield from (self.without(target, text) for text in texts)
             case Fields():
                 yield self.reshaped(target)
-            case Has(attributes=attributes):
-                joint = "." if ":" in target else ":"
-                for path in [f"{target}{joint}{name}" for name in attributes] or [target]:
+            case Has(paths=paths):
+                for path in paths or [target]:
                     yield from self._gone(path)
 
     def _gone(self, target: str) -> Iterator[SourceTree]:

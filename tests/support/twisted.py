@@ -39,7 +39,7 @@ class TwistedEngine(ByStep, EmbeddedEngine):
 
     async def on_receive(self, chunk: ReceiveChunk) -> None:
         await self.proceed(chunk)
-        self._has_it = any(name == TENSOR for name, _ in self._update()._received)
+        self._has_it = any(name == TENSOR for name, _ in self._update()._chunks.take(chunk.seq))
 
     async def on_load(self, chunk: LoadChunk) -> None:
         await self.proceed(chunk)

@@ -301,7 +301,7 @@ async def staged_update(
     manifest = plan(weights)
     push = Push(engine, weights, manifest, backend=backend, workers=workers, staging=how)
     asked: list[str] = []
-    connection: Any = engine._connection
+    connection: Any = engine._vllm
     ask = connection.ask
 
     async def noted(method: str, kwargs: dict[str, Any]) -> Any:

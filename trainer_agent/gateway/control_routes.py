@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from aiohttp import web
 
-from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UsageError, WavebusError
+from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
 from bus.messages import PauseMode
 from trainer_agent.gateway.checksums import WeightChecksums
 from trainer_agent.gateway.http_update import Caller, Conflict, Missing
 from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
 from trainer_agent.rollouts.front_request import is_text
+from trainer_agent.rollouts.routes.models import merged
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -52,15 +52,6 @@ _IN_MEMORY: Final = (
 _MOST_CHARS: Final = 4096  # as a path may have
 _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
-
-
-class _Model(msgspec.Struct):
-    id: str
-    parent: str | None = None  # of an adapter
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class NotOffered(WavebusError):
@@ -232,11 +223,7 @@ class ControlRoutes:
     async def _has_adapter(self, name: str) -> bool:
         """Returns whether any engine takes requests for the adapter."""
         answers = await self._rollouts.ask_each("/v1/models")
-        try:
-            lists = [msgspec.json.decode(raw, type=_Models) for raw in answers.values()]
-        except msgspec.DecodeError as error:
-            raise EngineError(f"/v1/models of an engine: {error}") from error
-        return any(each.id == name and each.parent for models in lists for each in models.data)
+        return any(card.id == name and card.parent for card, _ in merged(answers.values()))
 
     # -- requests ------------------------------------------------------------------------
 

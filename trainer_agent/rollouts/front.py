@@ -4,14 +4,14 @@
 ``POST /inference/v1/generate``  tokens in, tokens out, as vLLM's route
 ``POST /v1/completions``         prompts as token ids, or as text
 ``POST /v1/chat/completions``    as :meth:`~trainer_agent.rollouts.client.RolloutClient.chat`
-``GET /v1/models``               the answer of an engine; ``/v1/models/NAME``: one model
 ``GET /health``                  200 while an engine is routable, else 503; connections
 ===============================  ==========================================================
 
-Other routes of vLLM are those of :mod:`~trainer_agent.rollouts.routes.engine_routes`. All routes of
-generation return choices in OpenAI's form, with ``token_ids``; the last event of a choice adds the
-``weight_versions`` and the reasons why it may be ``inexact``. A stream that fails ends with an
-error event. What takes long is bounded, or done in a thread: no request keeps others waiting.
+Other routes of vLLM are those of :mod:`~trainer_agent.rollouts.routes.engine_routes` and
+:mod:`~trainer_agent.rollouts.routes.models`. All routes of generation return choices in OpenAI's
+form, with ``token_ids``; the last event of a choice adds the ``weight_versions`` and the reasons
+why it may be ``inexact``. A stream that fails ends with an error event. What takes long is bounded,
+or done in a thread: no request keeps others waiting.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from trainer_agent.rollouts.front_answer import (
 from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
 from trainer_agent.rollouts.routes.completion_texts import make_texts
 from trainer_agent.rollouts.routes.engine_routes import EngineRoutes
+from trainer_agent.rollouts.routes.models import ModelRoutes
 from trainer_agent.rollouts.routes.prompt_parts import PromptPart, PromptParts, prompt_alone
 from trainer_agent.rollouts.text import in_thread
 
@@ -90,9 +91,8 @@ class _Front:
         ]
         routes = [
             *asking,
-            web.get("/v1/models", self._models),
-            web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
+            *ModelRoutes(client).routes,
             *self._engines.routes,
             *control_routes,
         ]
@@ -114,17 +114,6 @@ class _Front:
         engines = len(self._client.engines)
         answer = {"engines": engines, **self.server.load}
         return web.json_response(answer, status=200 if engines else 503)
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response(await self._client.ask("/v1/models"))
-
-    async def _model(self, http: web.Request) -> web.Response:
-        name = http.match_info["name"]
-        found = await self._client.ask("/v1/models")
-        for each in found["data"]:
-            if each["id"] == name:
-                return web.json_response(each)
-        raise UnknownModel(f"model: {name!r:.200} does not exist")
 
     async def _parse(self, http: web.Request) -> FrontRequest:
         raw, header = await http.read(), http.headers.get(SESSION_HEADER)

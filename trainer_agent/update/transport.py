@@ -123,19 +123,23 @@ class Transport:
             if adapter is not None:
                 backend, params = adapter.backend, adapter.init(backend, params)
             try:
-                update_id = self._steps.new_id()
-                await self._meet_all(
-                    TransferInit(update_id, backend, params, world.number, 0, {}, self._scope)
-                )
+                init = self._init(backend, params, world.number)
+                await self._meet_all(init)
                 break
             except Refused as refused:
                 if refused.code is not NackCode.TRANSFER_CLOSED or not left:
                     raise
         self.sender.on_opened()
         self._buffer_bytes = buffer_bytes
-        self.backend = backend
-        self.communicator = world.number
-        self.opening = update_id
+        self._note_opened(init)
+
+    def _init(self, backend: str, params: bytes, communicator: int = 0) -> TransferInit:
+        update_id = self._steps.new_id()
+        return TransferInit(update_id, backend, params, communicator, 0, {}, self._scope)
+
+    def _note_opened(self, init: TransferInit) -> None:
+        self.backend, self.communicator = init.backend, init.communicator
+        self.opening = init.update_id
 
     async def open_foreign(self, init: TransferInit, leave: Leave = None) -> None:
         """Makes engines open their ends of a transport that this agent's sender does not serve.
@@ -150,9 +154,7 @@ class Transport:
         self.sender.close()
         self._leave_foreign = leave or _stay
         await self._steps.step(init)
-        self.backend = init.backend
-        self.communicator = init.communicator
-        self.opening = init.update_id
+        self._note_opened(init)
         self.is_foreign = True
 
     async def open_removal(self, backend: str) -> None:
@@ -162,9 +164,9 @@ class Transport:
             backend: names the adapter to remove, as :func:`bus.lora.removal_backend` does.
         """
         self.invalidate()
-        removal = TransferInit(self._steps.new_id(), backend, b"", 0, 0, {}, self._scope)
+        removal = self._init(backend, b"")
         await self._steps.step(removal)
-        self.backend, self.communicator, self.opening = backend, 0, removal.update_id
+        self._note_opened(removal)
 
     async def drain(self, handle: bytes) -> None:
         """Makes engines receive over the open transport, and discard what its sender sends.

@@ -20,7 +20,7 @@ from trainer_agent.weights.any_source import as_source
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.messages import Escalation, PauseMode, Target, Verify
+    from bus.messages import Escalation, PauseMode, Target
     from trainer_agent.canary import Canary
     from trainer_agent.connection import Connection
     from trainer_agent.options import How, Quorum
@@ -41,12 +41,6 @@ class VllmApi:
 
     rank: int
     ranks: int
-    backend: str
-    chunk_bytes: int
-    buffers: int | None
-    packed: bool
-    device: str
-    verify: Verify
     _connection: Connection
     _engine_session: TrainerEngineSession
     _updates: Updates
@@ -79,17 +73,7 @@ class VllmApi:
         """
         trainer_engine = await self._import("trainer_agent.vllm.trainer_engine")
         if engine == trainer_engine.BACKEND:
-            return trainer_engine.WavebusTrainerInitInfo(
-                rank=self.rank,
-                transport=self.backend,
-                chunk_bytes=self.chunk_bytes,
-                buffers=self.buffers,
-                packed=self.packed,
-                device=self.device,
-                verify=self.verify,
-                plan=self._engine_session.new_world,
-                **fields,
-            )
+            return trainer_engine.WavebusTrainerInitInfo(rank=self.rank, **fields)
         init_info = await self._import("trainer_agent.vllm.init_info")
         if engine in vllm_payloads.SHARDING:
             make = functools.partial(init_info.native_info, engine, fields, rank=self.rank)

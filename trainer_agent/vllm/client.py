@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.transport import Leave
     from trainer_agent.vllm.session import TrainerEngineSession
+    from trainer_agent.vllm.source import BusWeightSource
 
 
 class BusWeightSyncClient:
@@ -47,6 +48,14 @@ class BusWeightSyncClient:
             leave: makes the trainer engine leave its broadcast; called from any thread.
         """
         self._leave = leave
+
+    def open(self, source: BusWeightSource) -> None:
+        """Opens the agent's own transport at every engine, for wavebus's trainer engine."""
+        self._session.call(lambda: self._session.open(source))
+
+    def send(self, source: BusWeightSource) -> None:
+        """Sends one update over the agent's own transport; returns when engines serve it."""
+        self._session.call(lambda: self._session.send(source, self._options, self._target))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Makes every engine open its end of the trainer engine's transport."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from bus.manifest import TensorMeta
-    from bus.messages import Verify
     from trainer_agent.update.update import Update
     from trainer_agent.weights.source import WeightSource
 
@@ -50,7 +49,6 @@ class ClientUpdate:
     ) -> None:
         self.update = update
         self.plan = plan
-        self.verified: Verify = "off"
         self.started = anyio.Event()  # set too if the update fails
         self.undone = anyio.Event()
         self.failure: BaseException | None = None

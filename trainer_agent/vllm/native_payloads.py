@@ -194,13 +194,7 @@ def chunk_messages(
     rest = _dict(info, "update_info")
     if seq >= plan.chunks:
         raise UsageError(f"update_info: chunk {seq}, and {plan.chunks} were armed: {_CUT_HINT}")
-    metas = plan.manifest.chunk(seq)
-    columns: dict[str, list[Any]] = {
-        "names": [meta.name for meta in metas],
-        "dtype_names": [meta.dtype for meta in metas],
-        "shapes": [list(meta.shape) for meta in metas],
-        "num_updates_list": list(plan.manifest.counts),
-    }
+    columns = vllm_payloads.columns_of(plan.manifest.chunk(seq), plan.manifest.counts)
     given = [name for name in columns if name in rest]
     if plan.chunks == 1 and given and not any(rest[name] for name in given):
         # From 0.33 on vLLM's `nccl` describes the tensors once, and then leaves the lists empty.

@@ -21,7 +21,7 @@ _FEATURES: Final = {
     "sparse_nccl_trainer_engine": "let vLLM's sparse_nccl trainer engine send patches over the bus",
     "m2n_trainer_engine": "let vLLM's nccl_m2n trainer engine send shards over the bus",
 }
-_RENDEZVOUS: Final = ("master_address", "master_port", "world_size")
+_RENDEZVOUS: Final = "master_address, master_port, world_size"
 _OF_A_SOURCE: Final = ("nccl_trainer_engine", "ipc_trainer_engine", "m2n_trainer_engine")
 
 REGISTRY: Final = Registry(
@@ -40,8 +40,8 @@ REGISTRY: Final = Registry(
                     f"{_TRANSFER}.factory:WeightTransferTrainerFactory.register_engine",
                     "cls, name, module_path_or_cls, class_name",
                 ),
-                Has(f"{_BASE}:TrainerInitInfo", ("rank", "backend", "is_sender")),
-                Has(f"{_BASE}:TrainerWeightTransferEngine", ("send_weights", "shutdown")),
+                Has(f"{_BASE}:TrainerInitInfo", "rank, backend, is_sender"),
+                Has(f"{_BASE}:TrainerWeightTransferEngine", "send_weights, shutdown"),
             ),
         ),
         Seam(
@@ -55,16 +55,11 @@ REGISTRY: Final = Registry(
                     (
                         Has(
                             _SOURCE,
-                            (
-                                "metadata",
-                                "iter_full",
-                                "iter_local",
-                                "implements_iter_full",
-                                "implements_iter_local",
-                            ),
+                            "metadata, iter_full, iter_local, implements_iter_full, "
+                            "implements_iter_local",
                         ),
                         Takes(f"{_SOURCE}.owned_names", "self, rank"),
-                        Has(f"{_BASE}:ParamMeta", ("owners", "mesh_shape", "placements")),
+                        Has(f"{_BASE}:ParamMeta", "owners, mesh_shape, placements"),
                     ),
                 ),
             ),
@@ -76,7 +71,7 @@ REGISTRY: Final = Registry(
                 Has(f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo", _RENDEZVOUS),
                 Says(
                     f"{_TRANSFER}.nccl_engine:NCCLTrainerWeightTransferEngine.shutdown",
-                    ("self.model_update_group.destroy()",),
+                    "self.model_update_group.destroy()",
                 ),
             ),
             needs=("trainer engines", "weight sources"),
@@ -86,8 +81,7 @@ REGISTRY: Final = Registry(
             ("ipc_trainer_engine",),
             (
                 Has(
-                    f"{_TRANSFER}.ipc_engine:IPCTrainerInitInfo",
-                    ("packed", "packed_buffer_size_bytes"),
+                    f"{_TRANSFER}.ipc_engine:IPCTrainerInitInfo", "packed, packed_buffer_size_bytes"
                 ),
                 Takes(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
@@ -96,7 +90,7 @@ REGISTRY: Final = Registry(
                 # UpdatePlan cuts chunks at the same place.
                 Says(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
-                    ("total_bytes + flat.numel() > buffer_size_bytes",),
+                    "total_bytes + flat.numel() > buffer_size_bytes",
                 ),
             ),
             needs=("trainer engines", "weight sources"),
@@ -109,7 +103,7 @@ REGISTRY: Final = Registry(
                 Says(
                     f"{_TRANSFER}.sparse_nccl_engine:"
                     "SparseNCCLTrainerWeightTransferEngine.shutdown",
-                    ("self.model_update_group.destroy()",),
+                    "self.model_update_group.destroy()",
                 ),
                 Fields(
                     f"{_TRANSFER}.sparse_nccl_engine:SparseWeightPatch",
@@ -124,19 +118,19 @@ REGISTRY: Final = Registry(
             (
                 Has(
                     f"{_TRANSFER}.m2n_trainer:M2NTrainerInitInfo",
-                    (*_RENDEZVOUS, "num_trainer_ranks"),
+                    f"{_RENDEZVOUS}, num_trainer_ranks",
                 ),
             ),
             forms=(
                 Form(
                     "its own sources",
-                    (Has(f"{_TRANSFER}.m2n_source:M2NWeightSource", ("mesh", "metadata")),),
+                    (Has(f"{_TRANSFER}.m2n_source:M2NWeightSource", "mesh, metadata"),),
                 ),
                 Form(
                     "shards of any source",
                     (
-                        Has(f"{_TRANSFER}.m2n_engine:M2NWeightTransferInitInfo", ("params",)),
-                        Has(f"{_BASE}:Shard", ("dim",)),
+                        Has(f"{_TRANSFER}.m2n_engine:M2NWeightTransferInitInfo", "params"),
+                        Has(f"{_BASE}:Shard", "dim"),
                     ),
                 ),
             ),

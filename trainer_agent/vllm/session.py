@@ -16,6 +16,9 @@ first tensor of a pass    waits for UPDATE_START (other ranks: for GO), or raise
 ``finish_weight_update``  COMMIT; resume, if it has paused
 ========================= ==============================================================
 
+wavebus's own trainer engine makes none of these calls: the agent sends its source as an update of
+its own (:meth:`TrainerEngineSession.send`).
+
 A trainer engine that sends patches reads no source. It reads all patches before it calls
 ``start_weight_update``; their wrapper (:meth:`TrainerAgent.patches`) has then recorded the metadata
 for ARM. The other ranks of the trainer take no part in the update.
@@ -46,14 +49,14 @@ from trainer_agent.failures import require_process
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.rank_sync import wait_for_rank_zero
 from trainer_agent.update.steps import first_error
-from trainer_agent.vllm import native_payloads, payloads
+from trainer_agent.vllm import native_payloads
 from trainer_agent.vllm.client_update import ClientUpdate
 from trainer_agent.vllm.patches import NextPatch
-from trainer_agent.vllm.source import BusWeightSource, wrap_source
+from trainer_agent.vllm.source import BusWeightSource, DescribedSource, wrap_source
 from trainer_agent.weights.source import as_described, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     import torch
@@ -91,6 +94,7 @@ class TrainerEngineSession:
         chunk_bytes: int,
         timeout_s: float,
         suspend_catch_up: Callable[[], AbstractAsyncContextManager[None]],
+        update_weights: Callable[..., Awaitable[int]],
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._connection = connection
@@ -102,6 +106,7 @@ class TrainerEngineSession:
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
         self._suspend_catch_up = suspend_catch_up  # requests from here take priority
+        self._update_weights = update_weights  # the agent's own
         self._log = bus.log.logger()
         self._source: BusWeightSource | None = None
         self.next_patch = NextPatch()
@@ -109,9 +114,7 @@ class TrainerEngineSession:
         self._begun = anyio.Event()  # set when the next update begins
         self._step_lock = anyio.Lock()
         self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
-        self._planned_communicator = 0  # of the last plan
-        self._open_communicator = 0  # of the open transport
-        # The open transport, if it is vLLM's own.
+        # The transport that was opened last, of vLLM's own.
         self._native_transport: native_payloads.NativeTransport | None = None
         self.packed_bytes: int | None = None  # of the last init info
 
@@ -143,10 +146,6 @@ class TrainerEngineSession:
         except BaseException:
             future.cancel()  # the wait was interrupted; this does nothing if the work itself failed
             raise
-
-    def new_world(self) -> World | None:
-        """Returns the members of a new communicator; None while the old one is still valid."""
-        return self.call(self._plan_world)
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
         """Makes ``source`` the agent's source, and returns it wrapped for trainer engines."""
@@ -189,8 +188,7 @@ class TrainerEngineSession:
         self, source: BusWeightSource, *, shards: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields a source's tensors: this rank's shards if ``shards`` is set, else full ones."""
-        if source is not self._source:
-            raise UsageError("this agent has another source by now: it has one at a time")
+        self._require_own(source)
         inner = source.tensors(shards=shards)
         if self._rank:
             self.call(self._wait_for_release)
@@ -214,6 +212,10 @@ class TrainerEngineSession:
                 self._abort_pass(current, error)
             raise
 
+    def _require_own(self, source: BusWeightSource) -> None:
+        if source is not self._source:
+            raise UsageError("this agent has another source by now: it has one at a time")
+
     def _abort_pass(self, current: ClientUpdate, error: BaseException) -> None:
         loop = self._require_loop()
         if _runs_here(loop):  # the garbage collector may close a pass in any thread
@@ -229,12 +231,24 @@ class TrainerEngineSession:
 
     # -- the client's calls -----------------------------------------------------
 
-    async def _plan_world(self) -> World | None:
-        world = await self._transport.plan()
-        if self._transport.is_foreign and world.number == self._open_communicator:
-            return None
-        self._planned_communicator = world.number
-        return world
+    async def open(self, source: BusWeightSource) -> None:
+        """Opens the agent's own transport at every engine, with room for the source's chunks."""
+        plan = UpdatePlan.of_source(self._take_metas(source), chunk_bytes=self._chunk_bytes)
+        async with self._step_lock, self._suspend_catch_up():
+            await self._undo_unfinished()
+            self._updates.require_idle()
+            await self._transport.open(plan.buffer_bytes(self._transport.sender_for(None)))
+
+    async def send(self, source: BusWeightSource, options: UpdateOptions, target: Target) -> None:
+        """Sends the source as the agent sends its own updates."""
+        async with self._step_lock:
+            await self._undo_unfinished()
+            described = DescribedSource(self._take_metas(source), source.tensors(shards=False))
+            await self._update_weights(described, target=target, **options.as_arguments())
+
+    def _take_metas(self, source: BusWeightSource) -> list[TensorMeta]:
+        self._require_own(source)
+        return source.take_metas()
 
     async def plan_native_world(self, engine: str) -> World:
         """Returns a new communicator's members, if all engines have worker engine ``engine``."""
@@ -245,38 +259,30 @@ class TrainerEngineSession:
         """Makes every engine open its end; arguments as of :meth:`Transport.open_foreign`."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
-            if payloads.is_ours(info):
-                await self._transport.open_foreign(
-                    payloads.transfer_init(info, self._steps.new_id())
-                )
-                self._open_communicator, self._native_transport = self._planned_communicator, None
-                return
             try:
-                await self._init_native(info, chunk_bytes or self.packed_bytes, leave)
+                engine = native_payloads.engine_of_all(await self._connection.engines())
+                senders, world = native_payloads.sender_count(engine, self._ranks), ALONE
+                if native_payloads.has_communicator(info):
+                    world = await self._transport.plan(senders)
+                opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
+                await self._transport.open_foreign(opening, leave)
+                opened_for = native_payloads.opened_for(info, engine)
             except WavebusError as error:
                 # With a communicator, vLLM's rendezvous waits before it raises this.
                 if native_payloads.has_communicator(info):
                     self._log.error("trainer_engine_refused", detail=str(error))
                 raise
-
-    async def _init_native(self, info: object, chunk_bytes: int | None, leave: Leave) -> None:
-        engine = native_payloads.engine_of_all(await self._connection.engines())
-        senders = native_payloads.sender_count(engine, self._ranks)
-        world = (
-            await self._transport.plan(senders) if native_payloads.has_communicator(info) else ALONE
-        )
-        opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
-        await self._transport.open_foreign(opening, leave)
-        opened_for = native_payloads.opened_for(info, engine)
-        self._open_communicator = 0
-        self._native_transport = native_payloads.NativeTransport(
-            opening.backend, chunk_bytes, opened_for
-        )
+            self._native_transport = native_payloads.NativeTransport(
+                opening.backend, chunk_bytes or self.packed_bytes, opened_for
+            )
 
     async def shutdown(self) -> None:
         """Aborts an update that was not finished, and stops using the transport."""
         await self.undo()
-        self._transport.invalidate()
+        if self._transport.is_foreign or self._updates.is_busy:
+            self._transport.invalidate()
+        else:
+            await self._transport.discard()
 
     async def undo(self) -> None:
         """Aborts an update that was not finished."""
@@ -351,21 +357,14 @@ class TrainerEngineSession:
         """Announces the chunk in ``info``; returns when every engine has applied it."""
         current = self._require_current()
         async with self._undo_on_failure(current):
-            if self._native_transport is None:
-                meta, sent = payloads.chunk_messages(info, current.plan, current.update.id)
-            else:
-                seq = current.chunks_announced
-                current.chunks_announced += 1
-                meta, sent = native_payloads.chunk_messages(
-                    info, current.plan, seq, current.update.id
-                )
-            current.verified = sent.verify
+            seq = current.chunks_announced
+            current.chunks_announced += 1
+            meta, sent = native_payloads.chunk_messages(info, current.plan, seq, current.update.id)
             async with current.chunk(), self._steps.announce_chunk(meta):
-                if self._native_transport is not None:
-                    with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
-                        await current.wait_until_taken(meta.chunk)
+                with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
+                    await current.wait_until_taken(seq)
                 answer = asyncio.ensure_future(self._steps.send_chunk(sent))
-                if current.is_last(meta.chunk):
+                if current.is_last(seq):
                     current.update.finish()
                 await answer
 
@@ -375,7 +374,7 @@ class TrainerEngineSession:
             current = self._require_current()
             async with self._undo_on_failure(current):
                 await self._wait_until_started()
-                await current.update.commit(label, current.verified)
+                await current.update.commit(label, "unsupported")
             current.is_over = True
             self._current = None
             await current.update.end(None)

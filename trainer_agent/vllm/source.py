@@ -19,6 +19,26 @@ if TYPE_CHECKING:
     Tensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
+class DescribedSource:
+    """A source whose metadata is known, and is not read again.
+
+    Args:
+        metas: names, dtypes and full shapes of its tensors, in order.
+        inner: the source.
+    """
+
+    def __init__(self, metas: list[TensorMeta], inner: WeightSource) -> None:
+        self._metas = metas
+        self._inner = inner
+
+    def metadata(self) -> list[TensorMeta]:
+        """Returns the metadata."""
+        return self._metas
+
+    def __iter__(self) -> Tensors:
+        return iter(self._inner)
+
+
 class BusWeightSource(EitherForm):
     """A vLLM trainer engine's ``source``, which waits until engines are ready.
 

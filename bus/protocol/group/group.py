@@ -208,8 +208,7 @@ class Group(GroupSteps):
 
     def _on_engine_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
         """Records an engine that joins, or joins again."""
-        in_it = peer.name in self.pause.members or peer.name in self.update.members
-        self.registry.add(peer, joined_late=self.is_busy() and not in_it)
+        self.registry.add(peer, joined_late=self.is_busy())
         self.run = self.run or (peer.facts.run if peer.facts else "")
         self.served.on_report(self.registry, peer)
         return [

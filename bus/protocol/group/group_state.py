@@ -281,7 +281,10 @@ class GroupSteps(GroupState):
             keys = [key for key in self.session.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
             nack = failure.nack(key[0].value, update_id, key[1])
-            effects += self.session.answer(key, nack)
+            answers = self.session.answer(key, nack)
+            effects += answers
+            if step is Step.RESUME and not answers:  # no engine is left, and the owner counts on it
+                effects += self.session.notify(nack)
         return effects
 
     def review_routes(

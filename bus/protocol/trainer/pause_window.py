@@ -46,7 +46,7 @@ TRANSITIONS: Final[dict[tuple[PauseWindowState, PauseWindowEvent], PauseWindowSt
     (_S.ASLEEP, _E.AWAKE): _S.HELD,  # the broker answers WAKE
     # RESUME is over: answered, refused, or left to guaranteed delivery.
     **{(state, _E.ENDED): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
-    # The trainer's epoch has changed.
+    # The trainer's epoch has changed; or no engine is left in the pause.
     **{(state, _E.LOST): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
 }
 
@@ -94,7 +94,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             UpdateFailed: as :meth:`require_epoch`.
         """
         self.require_epoch(epoch, getattr(message, "update_id", ""))
-        if isinstance(message, Sleep):
+        if isinstance(message, Sleep) and self.is_open:  # else the broker refuses it
             self._go(_E.SLEEP_ASKED)
 
     def on_acked(self, message: Message, epoch: int) -> None:
@@ -118,6 +118,11 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._over_id = message.update_id
             if self.is_open:
                 self._end(_E.ENDED)
+
+    def on_no_engines(self, update_id: str) -> None:
+        """Records that the broker has ended a pause because no engine is left in it."""
+        if self.pause is not None and self.pause.update_id == update_id:
+            self._end(_E.LOST)
 
     @staticmethod
     def undo(update_id: str, error: BaseException) -> list[Resume]:

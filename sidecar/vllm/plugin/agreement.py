@@ -38,7 +38,7 @@ class WorkerRefusal(Exception):
     """
 
 
-def run_before_any_continues(action: Callable[[], None]) -> None:
+def run_before_any_continues(action: Callable[[], object]) -> None:
     """Runs an action in every worker, and returns when all have run it. A collective.
 
     Use this function for an action that may fail in one worker alone, if a collective follows: the
@@ -50,7 +50,8 @@ def run_before_any_continues(action: Callable[[], None]) -> None:
     Raises:
         EngineError: in every worker, if the action failed in any.
     """
-    failure = agree(attempt(action))
+    mine = attempt(action)
+    failure = agree(mine if isinstance(mine, WorkerFailure) else None)
     if failure is not None:
         raise failure.to_error()
 

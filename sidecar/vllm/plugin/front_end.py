@@ -48,14 +48,14 @@ STREAMED_VERSIONS: Final = Seam(
     ("streamed_versions",),
     (
         Takes(f"{_STATE}._weight_version_spans", "self"),
-        Has("vllm.outputs:CompletionOutput", ("weight_versions",)),
+        Has("vllm.outputs:CompletionOutput", "weight_versions"),
         Says(
             "vllm.outputs:RequestOutput.add",
-            ("completion.weight_versions = next_completion.weight_versions",),
+            "completion.weight_versions = next_completion.weight_versions",
         ),
         Says(
             "vllm.entrypoints.scale_out.token_in_token_out.serving",
-            ("weight_versions=output.weight_versions",),
+            "weight_versions=output.weight_versions",
         ),
     ),
     process="core",
@@ -66,9 +66,9 @@ TOKEN_CHECKS: Final = Seam(
     (
         Says(
             "vllm.v1.engine.input_processor:InputProcessor",
-            ("self.renderer.validate_token_ids(prompt_ids)",),
+            "self.renderer.validate_token_ids(prompt_ids)",
         ),
-        Has("vllm.config.model:ModelConfig", ("get_vocab_size",)),
+        Has("vllm.config.model:ModelConfig", "get_vocab_size"),
         Has("vllm.exceptions:VLLMValidationError"),
     ),
     process="core",
@@ -128,7 +128,7 @@ class DataRoutesOnly:
         elif kind == "http" and scope["path"] == _SERVER_INFO and scope.get("method") == "GET":
             await self._send_shown_info(scope, receive, send)
         elif kind == "http" and scope["path"] == _CHECKER and scope.get("method") == "POST":
-            asked = _with_length(scope, len(_CHECKSUMS))
+            asked = {**scope, "headers": _headers(len(_CHECKSUMS))}
             await self._app(asked, _given(_CHECKSUMS, receive), send)
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -147,11 +147,8 @@ class DataRoutesOnly:
 
         await self._app({**scope, "query_string": b"config_format=json"}, receive, gather)
         body = json.dumps(_shown_info(bytes(raw)) if status == 200 else {}).encode()  # noqa: PLR2004
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        start = {"type": "http.response.start", "status": status, "headers": _headers(len(body))}
+        await send(start)
         await send({"type": "http.response.body", "body": body})
 
 
@@ -166,12 +163,10 @@ def _shown_info(raw: bytes) -> dict[str, Any]:
     return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
 
 
-def _with_length(scope: dict[str, Any], size_bytes: int) -> dict[str, Any]:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(size_bytes).encode()),
-    ]
-    return {**scope, "headers": headers}
+def _headers(size_bytes: int) -> list[tuple[bytes, bytes]]:
+    """Returns the headers of a JSON body of this size."""
+    length = str(size_bytes).encode()
+    return [(b"content-type", b"application/json"), (b"content-length", length)]
 
 
 def _given(body: bytes, receive: Any) -> Callable[[], Awaitable[dict[str, Any]]]:

@@ -32,8 +32,8 @@ CONNECTOR_CALLS: Final = Seam(
     "KV connectors",
     ("prefix_cache_versions",),
     (
-        Has(f"{CONNECTORS}.factory:KVConnectorFactory", ("get_connector_class",)),
-        Has(f"{CONNECTORS}.v1.base:KVConnectorBase_V1", ("reset_cache",)),
+        Has(f"{CONNECTORS}.factory:KVConnectorFactory", "get_connector_class"),
+        Has(f"{CONNECTORS}.v1.base:KVConnectorBase_V1", "reset_cache"),
     ),
 )
 _KNOWN: Final = {

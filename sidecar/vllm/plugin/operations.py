@@ -251,6 +251,15 @@ def find_failure(text: str) -> WorkerFailure | None:
         return None
 
 
+def engine_error(text: str) -> EngineError:
+    """Returns the exception for a failed vLLM call, by the text of vLLM's error.
+
+    If the plugin put a failure in the text, the exception has that failure's code and tensor.
+    """
+    failure = find_failure(text)
+    return EngineError(text) if failure is None else failure.to_error()
+
+
 Answer: TypeAlias = Done | WorkerFailure
 _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 

@@ -78,16 +78,10 @@ _TRANSFER_ENGINE: Final = Seam(
         ),
         Has(
             f"{TRANSFER_PACKAGE}.base:WeightTransferEngine",
-            (
-                "parse_init_info",
-                "init_transfer_engine",
-                "start_weight_update",
-                "update_weights",
-                "finish_weight_update",
-                "shutdown",
-            ),
+            "parse_init_info, init_transfer_engine, start_weight_update, "
+            "update_weights, finish_weight_update, shutdown",
         ),
-        Has(f"{TRANSFER_PACKAGE}.base", ("WeightTransferInitInfo", "WeightTransferUpdateInfo")),
+        Has(f"{TRANSFER_PACKAGE}.base", "WeightTransferInitInfo, WeightTransferUpdateInfo"),
     ),
     process="any",
     install=f"{PLUGIN}.worker.native_factory:register",
@@ -110,7 +104,7 @@ _LORA: Final = f"{PLUGIN}.worker.lora"
 _METHODS: Final = Seam(
     "worker methods",
     ("weight_updates", "staged_updates", "lockstep_staged_updates"),
-    (Has(WORKER_MODULE, ("WorkerBase", "WorkerWrapperBase")),),
+    (Has(WORKER_MODULE, "WorkerBase, WorkerWrapperBase"),),
     process="worker",
     sets=(
         *(
@@ -130,17 +124,16 @@ _WAKE: Final = Seam(
     (
         Takes(f"{BASE_CORE}.wake_up", "self, tags"),
         Says(
-            f"{BASE_CORE}.wake_up",
-            ("self.model_executor.wake_up(tags)", "self.resume_scheduler()"),
+            f"{BASE_CORE}.wake_up", "self.model_executor.wake_up(tags)", "self.resume_scheduler()"
         ),
     ),
     forms=(
-        Form("caches stay known to peers", (SaysNot(f"{BASE_CORE}.wake_up", ("kv_connector",)),)),
+        Form("caches stay known to peers", (SaysNot(f"{BASE_CORE}.wake_up", "kv_connector"),)),
         Form(
             "caches are published again",
             (
                 Takes(_PUBLISH_CACHES, "self"),
-                Says(f"{BASE_CORE}.wake_up", ("self._set_kv_connector_handshake_metadata()",)),
+                Says(f"{BASE_CORE}.wake_up", "self._set_kv_connector_handshake_metadata()"),
             ),
             sets=((BASE_CORE, "wavebus_publish_caches", Ref(_PUBLISH_CACHES)),),
         ),

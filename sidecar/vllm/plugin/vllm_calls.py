@@ -37,7 +37,7 @@ CALLED: Final = (
             Has("vllm.model_executor.model_loader.utils:initialize_model"),
             Takes("vllm.utils.torch_utils:set_default_torch_dtype", "dtype"),
             Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
-            Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
+            Has("vllm.distributed.parallel_state", "get_tp_group, get_pp_group"),
         ),
     ),
     # A worker engine's tensors go to what it takes for its model
@@ -49,25 +49,24 @@ CALLED: Final = (
             Takes(f"{NCCL_ENGINE}.receive_weights", "self, update_info"),
             Says(
                 f"{NCCL_ENGINE}.receive_weights",
-                (
-                    "post_unpack_func=self.model.load_weights",
-                    "broadcast(weight, src=0, stream=torch.cuda.current_stream())",
-                    "self.model.load_weights([(name, weight)])",
-                ),
+                "post_unpack_func=self.model.load_weights",
+                "broadcast(weight, src=0, stream=torch.cuda.current_stream())",
+                "self.model.load_weights([(name, weight)])",
             ),
-            Says(f"{NCCL_ENGINE}.shutdown", ("self.model_update_group.destroy()",)),
-            Says(f"{PYNCCL}.destroy", ("ncclCommAbort(",)),
+            Says(f"{NCCL_ENGINE}.shutdown", "self.model_update_group.destroy()"),
+            Says(f"{PYNCCL}.destroy", "ncclCommAbort("),
             Says(
                 f"{TRANSFER_PACKAGE}.packed_tensor:packed_nccl_broadcast_consumer",
-                ("post_unpack_func(", "stream.synchronize()"),
+                "post_unpack_func(",
+                "stream.synchronize()",
             ),
             Has(
                 f"{TRANSFER_PACKAGE}.nccl_common:NCCLWeightTransferInitInfo",
-                ("world_size", "packed", "packed_buffer_size_bytes", "packed_num_buffers"),
+                "world_size, packed, packed_buffer_size_bytes, packed_num_buffers",
             ),
             Takes(f"{IPC_ENGINE}.receive_weights", "self, update_info"),
-            Says(f"{IPC_ENGINE}.receive_weights", ("self.model.load_weights(weights)",)),
-            Says(f"{IPC_ENGINE}.finish_weight_update", ("self._packed_importer.close()",)),
+            Says(f"{IPC_ENGINE}.receive_weights", "self.model.load_weights(weights)"),
+            Says(f"{IPC_ENGINE}.finish_weight_update", "self._packed_importer.close()"),
             Takes(
                 f"{TRANSFER_PACKAGE}.base:WeightTransferEngine.parse_update_info",
                 "self, update_dict",
@@ -78,15 +77,15 @@ CALLED: Final = (
     Seam(
         "draft models",
         ("draft_updates",),
-        (Has("vllm.v1.worker.worker_base:WorkerBase", ("supports_draft_weight_updates",)),),
+        (Has("vllm.v1.worker.worker_base:WorkerBase", "supports_draft_weight_updates"),),
     ),
     Seam(
         "request limits",
         ("request_limits", "exact_seeds"),
         (
-            Has("vllm.config.vllm:VllmConfig", ("use_v2_model_runner", "speculative_config")),
-            Has("vllm.config.model:ModelConfig", ("get_vocab_size", "max_model_len")),
-            Has("vllm.config.scheduler:SchedulerConfig", ("max_num_seqs",)),
+            Has("vllm.config.vllm:VllmConfig", "use_v2_model_runner, speculative_config"),
+            Has("vllm.config.model:ModelConfig", "get_vocab_size, max_model_len"),
+            Has("vllm.config.scheduler:SchedulerConfig", "max_num_seqs"),
         ),
     ),
     # The noise of a draw depends on the request's seed and the token's absolute position alone.
@@ -94,12 +93,13 @@ CALLED: Final = (
         "seeded draws",
         ("exact_seeds",),
         (
-            Says(f"{_SAMPLER}.__call__", ("pos = input_batch.positions[",)),
-            Says(f"{_SAMPLER}.sample", ("or self.sampling_states.any_explicit_seed(",)),
-            Says(f"{_SAMPLER}._sample_random", ("self.sampling_states.seeds.gpu, pos,",)),
+            Says(f"{_SAMPLER}.__call__", "pos = input_batch.positions["),
+            Says(f"{_SAMPLER}.sample", "or self.sampling_states.any_explicit_seed("),
+            Says(f"{_SAMPLER}._sample_random", "self.sampling_states.seeds.gpu, pos,"),
             Says(
                 "vllm.v1.worker.gpu.sample.gumbel:gumbel_noised_argmax",
-                ("murmur3_uniform32(seed, pos, keys)", "murmur3_uniform64(seed, pos, keys)"),
+                "murmur3_uniform32(seed, pos, keys)",
+                "murmur3_uniform64(seed, pos, keys)",
             ),
         ),
     ),
@@ -114,20 +114,13 @@ CALLED: Final = (
             Takes(f"{_LLM}.add_lora", "self, lora_request"),
             Has(
                 _LLM,
-                (
-                    "pause_generation",
-                    "get_weight_version",
-                    "reset_prefix_cache",
-                    "reset_mm_cache",
-                    "reset_encoder_cache",
-                    "abort",
-                    "generate",
-                    "errored",
-                ),
+                "pause_generation, get_weight_version, reset_prefix_cache, reset_mm_cache, "
+                "reset_encoder_cache, abort, generate, errored",
             ),
             Says(
                 "vllm.v1.engine.output_processor:OutputProcessor.__init__",
-                ("self.request_states", "self.parent_requests"),
+                "self.request_states",
+                "self.parent_requests",
             ),
             Has("vllm.v1.engine.exceptions:EngineDeadError"),
         ),
@@ -136,36 +129,39 @@ CALLED: Final = (
         "routes in process",
         ("in_process_routes",),
         (
-            Says(f"{_ENTRY}.cli.serve", ("make_arg_parser",)),
+            Says(f"{_ENTRY}.cli.serve", "make_arg_parser"),
             Takes(f"{_ENTRY}.launchers.app:build_app", "args, supported_tasks, model_config"),
             Takes(
                 f"{_ENTRY}.launchers.api_server.app_state:init_app_state",
                 "engine_client, state, args, supported_tasks",
             ),
-            Has(f"{_ENTRY}.launchers.launcher:NoSignalServer", ("capture_signals",)),
-            Has(_LLM, ("get_supported_tasks",)),
+            Has(f"{_ENTRY}.launchers.launcher:NoSignalServer", "capture_signals"),
+            Has(_LLM, "get_supported_tasks"),
         ),
     ),
     Seam(
         "routes",
         ("over_http",),
         (
-            Says(f"{_ENTRY}.serve.dev.rpc.api_router", ("'/collective_rpc'",)),
+            Says(f"{_ENTRY}.serve.dev.rpc.api_router", "'/collective_rpc'"),
             Says(
                 f"{_ENTRY}.serve.dev.cache.api_router",
-                ("'/reset_prefix_cache'", "'/reset_mm_cache'", "'/reset_encoder_cache'"),
+                "'/reset_prefix_cache'",
+                "'/reset_mm_cache'",
+                "'/reset_encoder_cache'",
             ),
-            Says(f"{_ENTRY}.serve.dev.sleep.api_router", ("'/wake_up'",)),
-            Says(f"{_ENTRY}.serve.dev.server_info.api_router", ("'/server_info'",)),
+            Says(f"{_ENTRY}.serve.dev.sleep.api_router", "'/wake_up'"),
+            Says(f"{_ENTRY}.serve.dev.server_info.api_router", "'/server_info'"),
             # This status shows that the engine is dead.
             Says(
                 f"{_ENTRY}.serve.instrumentator.health",
-                ("except EngineDeadError:", "Response(status_code=503)"),
+                "except EngineDeadError:",
+                "Response(status_code=503)",
             ),
         ),
         forms=(
-            Form("RL routes", (Says(f"{_ENTRY}.rl.online.api_router", _PAUSE_ROUTES),)),
-            Form("RLHF routes", (Says(f"{_ENTRY}.serve.dev.rlhf.api_router", _PAUSE_ROUTES),)),
+            Form("RL routes", (Says(f"{_ENTRY}.rl.online.api_router", *_PAUSE_ROUTES),)),
+            Form("RLHF routes", (Says(f"{_ENTRY}.serve.dev.rlhf.api_router", *_PAUSE_ROUTES),)),
         ),
     ),
 )

@@ -83,8 +83,8 @@ START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
 WAVES_BY_FRONT_ENDS: Final = Form(
     "front ends start waves",
     (
-        Says("vllm.v1.engine.core_client:DPAsyncMPClient", ("'FIRST_REQ'",)),
-        Says(f"{LOCKSTEP_CORE}.add_request", ("request_wave != self.current_wave",)),
+        Says("vllm.v1.engine.core_client:DPAsyncMPClient", "'FIRST_REQ'"),
+        Says(f"{LOCKSTEP_CORE}.add_request", "request_wave != self.current_wave"),
     ),
     sets=((LOCKSTEP_CORE, "wavebus_joins_asked_waves", True),),
 )
@@ -94,11 +94,9 @@ WAVES_BY_CORES: Final = Form(
     (
         Says(
             f"{LOCKSTEP_CORE}.add_request",
-            (
-                "if self.has_coordinator:\n        if request_wave > self.current_wave:",
-                "self.scheduler.pause_state == PauseState.UNPAUSED",
-                START_WAVE,
-            ),
+            "if self.has_coordinator:\n        if request_wave > self.current_wave:",
+            "self.scheduler.pause_state == PauseState.UNPAUSED",
+            START_WAVE,
         ),
     ),
     sets=((LOCKSTEP_CORE, "wavebus_joins_asked_waves", False),),

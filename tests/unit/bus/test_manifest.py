@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.manifest import DTYPE_BYTES, Manifest, TensorMeta
-from bus.weight_transfer.formats import ShmChunk, ShmInit, decode, encode
+from bus.weight_transfer.formats import PackedChunk, ShmInit, decode, encode
 
 METAS = [TensorMeta("a", "float32", (4,)), TensorMeta("b", "int8", (16,))]
 RIGHT = Manifest(("a", "b"), ("float32", "int8"), ((4,), (16,)), (1, 2))
@@ -126,7 +126,7 @@ def test_a_backends_blob_survives_and_a_wrong_one_is_refused_by_field() -> None:
         encode(ShmInit(("../etc/passwd",), 4096)),
         encode(ShmInit(("wavebus-1-a",) * 17, 4096)),
         encode(ShmInit(("wavebus-1-a",), -1)),
-        encode(ShmChunk(0, (1,))),
+        encode(PackedChunk(0, (1,))),
         b"\xc1",
         b"",
     ):

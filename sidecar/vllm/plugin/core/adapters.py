@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LORA_REQUESTS: Final = Seam(
     "lora requests",
     ("lora_updates",),
-    (Says("vllm.v1.request:Request.__init__", ("self.lora_request = lora_request",)),),
+    (Says("vllm.v1.request:Request.__init__", "self.lora_request = lora_request"),),
     process="core",
 )
 _FREEING: Final = (operations.SettleAdapter, operations.DropAdapters)

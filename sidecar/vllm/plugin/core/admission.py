@@ -54,16 +54,16 @@ ADMISSION: Final = Seam(
     (
         TAKES_RPC,
         TAKES_ABORTS,
-        Says(f"{PLAIN_CORE}._handle_client_request", ("req, request_wave = request",)),
-        Has(REQUEST_TYPES, ("ADD",)),
-        Has("vllm.v1.request:Request", ("num_output_tokens",)),
+        Says(f"{PLAIN_CORE}._handle_client_request", "req, request_wave = request"),
+        Has(REQUEST_TYPES, "ADD"),
+        Has("vllm.v1.request:Request", "num_output_tokens"),
     ),
     process="core",
 )
 LOCKSTEP_ADMISSION: Final = Seam(
     "lockstep admission",
     ("lockstep_admission",),
-    (Says(f"{LOCKSTEP_CORE}._handle_client_request", ("self.ignore_start_dp_wave",)),),
+    (Says(f"{LOCKSTEP_CORE}._handle_client_request", "self.ignore_start_dp_wave"),),
     forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
     process="core",
     needs=("admission",),
@@ -72,15 +72,13 @@ ANSWER: Final = Seam(
     "closed answer",
     ("closed_answer",),
     (
-        Has(CORE_MODULE, ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason")),
-        Says(
-            f"{OUTPUTS}:OutputProcessor.process_outputs", ("req_state.queue.put(request_output)",)
-        ),
+        Has(CORE_MODULE, "EngineCoreOutput, EngineCoreOutputs, FinishReason"),
+        Says(f"{OUTPUTS}:OutputProcessor.process_outputs", "req_state.queue.put(request_output)"),
         Says(
             f"{OUTPUTS}:RequestOutputCollector.put",
-            ("self.output is None or isinstance(output, Exception)",),
+            "self.output is None or isinstance(output, Exception)",
         ),
-        Says("vllm.v1.engine.async_llm:AsyncLLM.generate", ("raise e.cause from e",)),
+        Says("vllm.v1.engine.async_llm:AsyncLLM.generate", "raise e.cause from e"),
         Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", "self, cause"),
         Takes("vllm.exceptions:RetryableRequestError.__init__", "self, message"),
     ),

@@ -51,24 +51,19 @@ COORDINATOR: Final = Seam(
             "vllm.v1.engine:EngineCoreOutputs",
             ((0, "engine_index"), (6, "wave_complete"), (7, "start_wave")),
         ),
-        Says("vllm.v1.engine:EngineCoreRequestType", ("START_DP_WAVE = b'\\x02'",)),
+        Says("vllm.v1.engine:EngineCoreRequestType", "START_DP_WAVE = b'\\x02'"),
         Says(
             f"{COORDINATOR_MODULE}:DPCoordinatorProc",
-            (
-                "send(b'READY')",
-                "outputs.wave_complete",
-                "outputs.start_wave",
-                "msgspec.msgpack.encode((wave, exclude_engine_index))",
-            ),
+            "send(b'READY')",
+            "outputs.wave_complete",
+            "outputs.start_wave",
+            "msgspec.msgpack.encode((wave, exclude_engine_index))",
         ),
-        Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "not self.pending_pause")),
+        Says(f"{LOCKSTEP_CORE}.run_busy_loop", START_WAVE, "not self.pending_pause"),
         # A rank that resumes accepts a START before it waits for the others (docs/waves.md).
-        Says(
-            f"{LOCKSTEP_CORE}.resume_scheduler",
-            (_RESUMES_AT_ONCE,),
-        ),
+        Says(f"{LOCKSTEP_CORE}.resume_scheduler", _RESUMES_AT_ONCE),
         # A core that has received READY ignores a second one.
-        Says(f"{PLAIN_CORE}.process_input_sockets", ("type_frame.buffer == b'READY'",)),
+        Says(f"{PLAIN_CORE}.process_input_sockets", "type_frame.buffer == b'READY'"),
     ),
     forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
     process="coordinator",

@@ -69,8 +69,8 @@ PREFIX_CACHE_VERSIONS: Final = Seam(
     ("prefix_cache_versions",),
     (
         TELLS_VERSION,
-        Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
-        Has("vllm.v1.request:Request", ("update_block_hashes",)),
+        Says("vllm.v1.core.kv_cache_utils", "request.cache_salt"),
+        Has("vllm.v1.request:Request", "update_block_hashes"),
         TAKES_RPC,
         CLEARS_PREFIXES,
         Has(f"{PLAIN_CORE}.reset_encoder_cache"),
@@ -90,17 +90,16 @@ HAND_OVER: Final = Seam(
     (
         Says(
             f"{NIXL}.update_state_after_alloc",
-            ("if num_external_tokens > 0 else ()", "params['do_remote_prefill'] = False"),
+            "if num_external_tokens > 0 else ()",
+            "params['do_remote_prefill'] = False",
         ),
-        Says(f"{NIXL}.request_finished", ("if params.get('do_remote_prefill'):",)),
+        Says(f"{NIXL}.request_finished", "if params.get('do_remote_prefill'):"),
         Says(
             f"{NIXL_BASE}.build_connector_meta",
-            (
-                "now = time.perf_counter()",
-                "if now - self._last_heartbeat_time >= self._heartbeat_interval:",
-            ),
+            "now = time.perf_counter()",
+            "if now - self._last_heartbeat_time >= self._heartbeat_interval:",
         ),
-        Says(f"{NIXL_BASE}.__init__", ("self._kv_lease_duration",)),
+        Says(f"{NIXL_BASE}.__init__", "self._kv_lease_duration"),
     ),
     process="core",
     needs=("held keys and values",),

@@ -39,13 +39,14 @@ FIXES: Final = Seam(
     "lockstep pause fixes",
     ("lockstep_pause_fixes",),
     (
-        Says(f"{LOCKSTEP_CORE}._handle_client_request", ("new_wave, exclude_eng_index = request",)),
+        Says(f"{LOCKSTEP_CORE}._handle_client_request", "new_wave, exclude_eng_index = request"),
         Says(
             f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
-            ("self.ignore_start_dp_wave = True", "self.pending_pause = False"),
+            "self.ignore_start_dp_wave = True",
+            "self.pending_pause = False",
         ),
-        Says(f"{LOCKSTEP_CORE}.resume_scheduler", ("ParallelConfig.has_unfinished_dp(",)),
-        Has(REQUEST_TYPES, ("START_DP_WAVE",)),
+        Says(f"{LOCKSTEP_CORE}.resume_scheduler", "ParallelConfig.has_unfinished_dp("),
+        Has(REQUEST_TYPES, "START_DP_WAVE"),
     ),
     process="core",
     off=CORE_GUARD,

@@ -83,7 +83,7 @@ SOON: Final = 1 << 20
 _SOON_S: Final = 60.0
 
 _SYNC: Final = f"{PARALLEL_CONFIG}.sync_dp_state"
-_BATCHES: Final = Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",))
+_BATCHES: Final = Says(f"{BASE_CORE}.step_with_batch_queue", "batch_queue.appendleft(")
 LABELS: Final = Seam(
     "version labels",
     ("version_labels",),
@@ -100,17 +100,17 @@ SWAP: Final = Seam(
         Takes(f"{PLAIN_CORE}.reset_encoder_cache", "self"),
         Takes(f"{BASE_CORE}.set_weight_version", "self, weight_version"),
         TELLS_VERSION,
-        Says(f"{PLAIN_CORE}._invoke_utility_method", ("isinstance(result, Future)",)),
+        Says(f"{PLAIN_CORE}._invoke_utility_method", "isinstance(result, Future)"),
         _BATCHES,
     ),
     process="core",
     sets=((PLAIN_CORE, "wavebus_ready", None), (PLAIN_CORE, "wavebus_soon_until_s", 0.0)),
 )
-_SUM_BY_TORCH: Final = Form("torch adds up", (Says(_SYNC, ("distributed.all_reduce(tensor",)),))
+_SUM_BY_TORCH: Final = Form("torch adds up", (Says(_SYNC, "distributed.all_reduce(tensor"),))
 _SUM_BY_VLLM: Final = Form(
     "vLLM adds up",
     (
-        Says(_SYNC, ("cpu_all_reduce_(tensor, dp_group, timeout=",)),
+        Says(_SYNC, "cpu_all_reduce_(tensor, dp_group, timeout="),
         Takes("vllm.distributed.utils:cpu_all_reduce_", "tensor, group, timeout"),
     ),
 )
@@ -120,16 +120,14 @@ LOCKSTEP_SWAP: Final = Seam(
     (
         Says(
             _SYNC,
-            (
-                "[int(has_unfinished), int(pending_pause)], dtype=torch.int32",
-                "tensor[0].item() > 0 or pause_count % dp_size != 0",
-                "return (has_unfinished_global, pause_count == dp_size)",
-            ),
+            "[int(has_unfinished), int(pending_pause)], dtype=torch.int32",
+            "tensor[0].item() > 0 or pause_count % dp_size != 0",
+            "return (has_unfinished_global, pause_count == dp_size)",
         ),
-        Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "self.step_counter = 0")),
+        Says(f"{LOCKSTEP_CORE}.run_busy_loop", START_WAVE, "self.step_counter = 0"),
         Says(
             f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
-            ("self.step_counter % self.dp_sync_interval != 0",),
+            "self.step_counter % self.dp_sync_interval != 0",
         ),
     ),
     forms=(_SUM_BY_TORCH, _SUM_BY_VLLM),

@@ -32,12 +32,7 @@ if TYPE_CHECKING:
 COMMUNICATOR: Final = Seam(
     "CPU communicator",
     ("cpu_experts",),
-    (
-        Has(
-            "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
-            ("all_gather",),
-        ),
-    ),
+    (Has("vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator", "all_gather"),),
     process="any",
     install=f"{PLUGIN}.loading.cpu:install",
 )

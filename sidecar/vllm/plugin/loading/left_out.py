@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from sidecar.vllm.plugin.loading.loader_trace import refused
+from sidecar.transfer.unloaded import refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

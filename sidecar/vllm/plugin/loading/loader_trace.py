@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bus.errors import EngineError
-from bus.messages import NackCode
+from sidecar.transfer.unloaded import refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from bus.errors import EngineError
     from bus.manifest import TensorMeta
 
 # The part of a storage that a view covers: offset, sizes, strides (in elements).
@@ -311,11 +311,6 @@ _FILLS = frozenset(
         torch.ops.aten.zero_.default,
     }
 )
-
-
-def refused(tensor: str, reason: str) -> EngineError:
-    """Returns the error that refuses a manifest because of one tensor."""
-    return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:

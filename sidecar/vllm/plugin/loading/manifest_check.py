@@ -44,13 +44,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bus.errors import EngineError
 from sidecar.engine import FUSED_HINT
-from sidecar.transfer.unloaded import EMBEDDINGS, FREQUENCIES
+from sidecar.transfer.unloaded import EMBEDDINGS, FREQUENCIES, refused
 from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.loading.left_out import left_out_refusal
 from sidecar.vllm.plugin.loading.loader_trace import (
     LoaderTrace,
     TargetNames,
-    refused,
     shared_refusal,
 )
 from sidecar.vllm.plugin.loading.patch_check import check_in_place

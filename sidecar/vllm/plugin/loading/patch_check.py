@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.vllm.plugin.loading.loader_trace import refused
+from sidecar.transfer.unloaded import refused
 from sidecar.vllm.plugin.loading.parameter_map import reordering_kernel
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.weight_transfer.cuda import synchronize
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
@@ -172,9 +172,7 @@ class StagedWeights:
         """
         layout = self._require_layout()
         if layout.missing:
-            raise EngineError(
-                f"{layout.missing} elements are not staged", code=NackCode.WRONG_STATE
-            )
+            raise wrong_state(f"{layout.missing} elements are not staged")
         if self._parameters is None or self._parameters[0] is not layout.plan:
             self._find_parameters_or(NackCode.STAGING_REFUSED, layout.plan)
         assert self._parameters is not None, "they were found"
@@ -265,7 +263,7 @@ class StagedWeights:
 
     def _require_layout(self) -> StagingLayout:
         if not self._begun or self._layout is None:
-            raise EngineError("no update is staged", code=NackCode.WRONG_STATE)
+            raise wrong_state("no update is staged")
         return self._layout[0]
 
 

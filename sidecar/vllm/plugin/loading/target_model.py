@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.kept_dtypes import kept_refusal
 from bus.messages import NackCode
 from sidecar.transfer.unloaded import UnloadedTensors
@@ -120,10 +120,7 @@ class TargetModel:
         Raises:
             EngineError: as :meth:`check`, in all workers.
         """
-        agreement.run_before_any_continues(lambda: self._check_whole(manifest))
-
-    def _check_whole(self, manifest: Manifest) -> None:
-        self.checker.check_whole(manifest)
+        agreement.run_before_any_continues(lambda: self.checker.check_whole(manifest))
 
     def begin(self, armed: ArmedUpdate | None) -> None:
         """Begins to check tensors of an update that have no parameter of their own."""
@@ -224,5 +221,5 @@ def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
         EngineError: code ``wrong_state``: no update was armed.
     """
     if armed is None:
-        raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
+        raise wrong_state("receive before a manifest was armed")
     return armed

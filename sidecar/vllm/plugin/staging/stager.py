@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from vllm.config import set_current_vllm_config
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.vllm_payloads import engine_of
 from bus.weight_transfer.allocation import StagingCapacity
@@ -247,7 +247,7 @@ class Stager:
         """
         known = self._target.plans.entry
         if armed is None or armed.staging is None or known.plan is None:
-            raise EngineError("no update was armed that can be staged", code=NackCode.WRONG_STATE)
+            raise wrong_state("no update was armed that can be staged")
         self._discard_chunks()
         staged, receiver = self._target.staged, self._receiver.receiver
         try:

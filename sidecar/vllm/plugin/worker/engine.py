@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.lora import adapter_of
 from bus.messages import NackCode, Target
 from bus.vllm_payloads import engine_of
@@ -130,9 +130,8 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
     def _require_its_session(self) -> None:
         armed = self.armed
         if armed is not None and armed.target != self._target:
-            raise EngineError(
-                f"what was armed for the {armed.target} is not loaded into the {self._target}",
-                code=NackCode.WRONG_STATE,
+            raise wrong_state(
+                f"what was armed for the {armed.target} is not loaded into the {self._target}"
             )
 
     def _finish(self) -> None:
@@ -157,9 +156,6 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         """Closes the staging channel and the transport."""
         self._stager.channel.close()
         self._receiver.close()
-
-    def _channel_name(self) -> str:
-        return self._stager.channel.name
 
     @property
     def wavebus_room(self) -> StagingCapacity:
@@ -202,7 +198,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         """
         by = "channel" if worker is None else "core"
         if operation.carrier not in (by, "either"):
-            raise EngineError(f"not by the {by}", code=NackCode.WRONG_STATE)
+            raise wrong_state(f"not by the {by}")
         stager = self._stager
         match operation:
             case operations.Greet():
@@ -210,7 +206,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
-                return operations.Done(channel=self._channel_name())
+                return operations.Done(channel=stager.channel.name)
             case operations.Open():
                 return operations.Done(ahead=self.open_transfer(operation))
             case operations.Drain():
@@ -371,11 +367,11 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         if manifest is None:  # no collective
             known = None if armed is None else (armed.target, armed.announced.digest)
             if armed is None or known != (operation.target, operation.digest):
-                raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+                raise wrong_state("another update was armed last")
             armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
             self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
         elif while_serving and not self._loadable["model"].checker.prepared:
-            raise EngineError("no manifest was checked here before", code=NackCode.WRONG_STATE)
+            raise wrong_state("no manifest was checked here before")
         else:
             self._arm(operation, manifest)
         return self.wavebus_room
@@ -433,7 +429,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
         def check() -> None:
             if incoming is None:
-                raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
+                raise wrong_state("no adapter is open")
 
         received = self._take(operation, check)
         assert incoming is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm.distributed.weight_transfer.base import (
@@ -23,36 +22,22 @@ NOT_YOURS: Final = operations.WorkerFailure(
 )
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Holds the unparsed ``init_info`` of a caller that is not a sidecar."""
-
-    raw: dict[str, Any]
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Holds the unparsed ``update_info`` of a caller that is not a sidecar."""
-
-    raw: dict[str, Any]
-
-
 class GuardedEntryPoints(WeightTransferEngine):  # type: ignore[misc]
     """Accepts the calls that open and close the sidecar's session, and refuses all others."""
 
     session: UpdateSession
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightTransferUpdateInfo
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        """Keeps a caller's ``init_info``, which no sidecar sends, until the call is refused."""
-        return InitInfo(init_dict)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:  # noqa: ARG002 - see below
+        """Reads nothing of what no sidecar sends: :meth:`init_transfer_engine` refuses the call."""
+        return WeightTransferInitInfo()
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        """Keeps a caller's ``update_info``, which no sidecar sends, until the call is refused."""
-        return UpdateInfo(update_dict)
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:  # noqa: ARG002 - see below
+        """Reads nothing of what no sidecar sends: :meth:`receive_weights` refuses the call."""
+        return WeightTransferUpdateInfo()
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
+    def init_transfer_engine(self, init_info: Any) -> None:  # noqa: ARG002 - not for us
         """Refuses vLLM's own call, because a sidecar opens transports by an operation."""
         agreement.refuse(NOT_YOURS)
 
@@ -60,7 +45,7 @@ class GuardedEntryPoints(WeightTransferEngine):  # type: ignore[misc]
         """Refuses vLLM's own call, because a sidecar loads by an operation."""
         agreement.refuse(NOT_YOURS)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
+    def receive_weights(self, update_info: Any) -> None:  # noqa: ARG002 - not for us
         """Refuses vLLM's own call, because a sidecar receives by an operation."""
         agreement.refuse(NOT_YOURS)
 

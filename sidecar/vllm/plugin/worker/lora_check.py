@@ -13,8 +13,8 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.transfer.unloaded import refused
 from sidecar.vllm.plugin import agreement
-from sidecar.vllm.plugin.loading.loader_trace import refused
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest, TensorMeta

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import set_current_vllm_config
 
 from bus import vllm_payloads
-from bus.errors import EngineError
+from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
-from sidecar.transfer.unloaded import CheckedLoading
+from sidecar.transfer.unloaded import CheckedLoading, refused
 from sidecar.vllm.plugin import agreement, operations
-from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
 from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
@@ -34,7 +33,7 @@ from sidecar.vllm.plugin.worker.native_transport import VllmTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bus.manifest import Manifest, TensorMeta
+    from bus.manifest import Manifest
     from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.packing import Tensors
     from sidecar.vllm.plugin.loading.target_model import ArmedUpdate
@@ -90,10 +89,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         update, next_seq = self._begun
         due = next_seq if update is armed else 0
         if operation.seq != due:
-            raise EngineError(
-                f"chunk {operation.seq} is out of turn: chunk {due} comes next",
-                code=NackCode.WRONG_STATE,
-            )
+            raise wrong_state(f"chunk {operation.seq} is out of turn: chunk {due} comes next")
         self._begun = armed, due + 1
         info = self._update_info(armed, operation)
         metas = require_chunk(armed.announced.chunks, operation.seq)
@@ -169,7 +165,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._transport.is_open or operation.backend != self._receiver.backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         metas = require_chunk(armed.announced.chunks, operation.seq)
-        columns = _columns(metas, armed.counts(operation.seq))
+        columns = vllm_payloads.columns_of(metas, armed.counts(operation.seq))
         return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _post_process(self) -> None:
@@ -274,16 +270,6 @@ class NativeUpdates(WavebusWeightTransferEngine):
 def _require_rank(place: RankAssignment) -> None:
     if not place.communicator:
         raise transfer_failed("a place in a communicator is asked for, and none was given")
-
-
-def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """Returns a chunk's tensors as vLLM's update info names them; only a patch has ``counts``."""
-    return {
-        "names": [meta.name for meta in metas],
-        "dtype_names": [meta.dtype for meta in metas],
-        "shapes": [list(meta.shape) for meta in metas],
-        "num_updates_list": list(counts),
-    }
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:

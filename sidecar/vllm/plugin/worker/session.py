@@ -15,8 +15,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from bus.errors import EngineError
-from bus.messages import NackCode
+from bus.errors import wrong_state
 from sidecar.vllm.plugin import agreement
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class UpdateSession:
             EngineError: code ``wrong_state``: no session is open.
         """
         if not self.open or not _has_vllm_session(worker):
-            raise EngineError("the update session is not open", code=NackCode.WRONG_STATE)
+            raise wrong_state("the update session is not open")
 
     def begin(self, worker: Any, target: Target) -> None:
         """Opens a session for the target. A collective of the engine's workers.
@@ -102,14 +101,13 @@ class UpdateSession:
 
     def _require_none(self, worker: Any) -> None:
         if self.open:
-            raise EngineError("the update session is open", code=NackCode.WRONG_STATE)
+            raise wrong_state("the update session is open")
         if self.refused and _has_vllm_session(worker):
             worker.finish_weight_update()
         self.refused = False
         if _has_vllm_session(worker):
-            raise EngineError(
-                "another client has begun to update this engine, and has not finished",
-                code=NackCode.WRONG_STATE,
+            raise wrong_state(
+                "another client has begun to update this engine, and has not finished"
             )
 
     @contextmanager

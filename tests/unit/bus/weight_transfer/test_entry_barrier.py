@@ -31,12 +31,12 @@ TOKEN = b"t" * barrier_links.TOKEN_BYTES
 
 
 class Lost:
-    """What ``on_lost`` is told."""
+    """What is told when an end is lost."""
 
     def __init__(self, barrier: EntryBarrier) -> None:
         self._told = threading.Event()
         self.reason = ""
-        barrier.on_lost = self._tell
+        barrier.call_when_lost(self._tell)
 
     def _tell(self, reason: str) -> None:
         self.reason = reason

@@ -12,6 +12,11 @@ from bus.weight_transfer.allocation import RankAssignment, World
 from bus.weight_transfer.formats import GlooInit, NcclInit, decode, encode
 
 LOCAL = "127.0.0.1"
+DUPLICATE = """NCCL error in: /x/NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0
+"""
 
 
 def test_patience_grows_with_the_chunk() -> None:
@@ -72,3 +77,16 @@ def test_chosen_ports_are_free_again_at_once() -> None:
 def test_an_address_of_another_host_is_no_place_to_meet() -> None:
     with pytest.raises(WavebusError, match=r"192\.0\.2\.1: .*assign requested address"):
         rendezvous.MeetingPoint.open(World(1, 2, "192.0.2.1"), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (DUPLICATE, "Duplicate GPU detected : rank 1 and rank 0"),
+        ("[/x/y.cpp:5] Connection closed. This is typically", "Connection closed"),
+        ("Last error:\n", "Last error:"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_nccls_last_word_is_told(text: str, told: str) -> None:
+    assert rendezvous.reason(RuntimeError(text)) == told

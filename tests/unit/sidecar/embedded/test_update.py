@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from sidecar.embedded.engine import EmbeddedEngine
 
 
-async def _refused(call: Awaitable[Any], said: str) -> None:
+async def _refused(call: Awaitable[Any], said: str, code: NackCode = NackCode.WRONG_STATE) -> None:
     with pytest.raises(EngineError, match=said) as refused:
         await call
-    assert refused.value.code is NackCode.WRONG_STATE
+    assert refused.value.code is code
 
 
 async def _assert_serves(
@@ -71,17 +71,17 @@ def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
             push = Push(engine, new, chunks=2)
             await push.begin()
             await _refused(steps(engine).start_update(recover=False), "no manifest is armed")
-            await _refused(steps(engine).load(0), "chunk 0 is not received")
+            await _refused(steps(engine).load(0), "chunk 0 is asked for, but nothing is")
             await _refused(engine.resume(), "resume while an update is loading")
             first = push.offer(0)
             await steps(engine).receive(first)
-            await _refused(steps(engine).load(1), "chunk 1 is not received")
+            await _refused(steps(engine).load(1), "chunk 1 is asked for, but only .0. is")
             await _refused(
-                steps(engine).receive(push.offer(1)), "chunk 0 is received and not loaded"
+                steps(engine).receive(push.offer(1)), "chunks .0. are received and not loaded"
             )
             await steps(engine).receive(first)
             await steps(engine).load(0)
-            await _refused(steps(engine).load(0), "chunk 0 is not received")
+            await _refused(steps(engine).load(0), "chunk 0 is asked for, but nothing is")
             await _refused(steps(engine).receive(push.offer(0)), "chunk 0 is loaded already")
             await _refused(steps(engine).restore(), "only a whole update")
             await _refused(steps(engine).finish_update(), "1 of 2 chunks are not loaded")
@@ -112,10 +112,10 @@ def test_a_chunk_that_was_not_armed_is_refused(checkpoint: Checkpoint) -> None:
             await push.begin()
             chunk = push.offer(0)
             wrong = replace(chunk, seq=4)
-            await _refused(steps(engine).receive(wrong), "is not the armed manifest's")
-            await _refused(
-                steps(engine).receive(replace(chunk, backend="nccl")), "no nccl transport"
-            )
+            failed = NackCode.TRANSFER_FAILED
+            await _refused(steps(engine).receive(wrong), "is not in the armed manifest", failed)
+            wrong = replace(chunk, backend="nccl")
+            await _refused(steps(engine).receive(wrong), "transport 'nccl' is not open", failed)
             push.close()
 
     run(scenario())

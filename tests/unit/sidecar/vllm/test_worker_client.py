@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 import pytest
@@ -127,7 +127,7 @@ def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
 
 def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer]) -> WorkerClient:
     """Of these workers, until the test ends."""
-    client = WorkerClient(workers)
+    client = WorkerClient(cast("Any", workers))
     closed += client, workers.channel, *workers.peers
     return client
 

@@ -1,27 +1,35 @@
-"""wavebus's trainer engine between a client and a sender that take long: an interrupt ends whatever
-it waits for, although another thread receives the signal."""
+"""wavebus's trainer engine with a sender that takes long: an interrupt ends whatever it waits for,
+although another thread receives the signal."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-import torch
 
-from bus.weight_transfer.allocation import ALONE
-from bus.weight_transfer.base import Sender
-from bus.weight_transfer.registry import register_sender
+from bus.weight_transfer.registry import register_receiver, register_sender
+from bus.weight_transfer.shm import ShmReceiver, ShmSender
+from tests.support.broker import a_broker
+from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.interrupts import waits_for_a_future
+from tests.support.serving import an_engine
 from tests.vllm._vllm import require_vllm
-from trainer_agent.weights.source import PairSource
+from trainer_agent import SyncTrainerAgent
+from trainer_agent.bus_thread import event_loop_thread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.checkpoints import Checkpoint
 
 require_vllm()
 pytestmark = pytest.mark.filterwarnings("default")
 
 LONG_S = 30.0  # nobody waits for it, unless an interrupt is not heard
-WEIGHTS = {name: torch.ones(16) for name in "abc"}
 
 
 class Slow:
@@ -34,8 +42,9 @@ class Slow:
         self.was_closed = False
 
     def call(self, name: str) -> None:
-        if name != self.where:
+        if name != self.where or self.returned.is_set():
             return
+        self.closed.clear()
         while not waits_for_a_future(self.main):
             self.closed.wait(0.01)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
@@ -43,75 +52,62 @@ class Slow:
         self.returned.set()
 
 
-class SlowClient:
-    """Of engines that do all they are asked."""
-
-    def __init__(self, slow: Slow) -> None:
-        self._slow = slow
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: self._slow.call(name)
-
-
-class SlowSender(Sender):
+class SlowSender(ShmSender):
     """Of a collective: it meets engines, and sends with them."""
 
     is_collective: ClassVar[bool] = True
     slow: ClassVar[Slow]
 
-    def open(self, chunk_bytes: int, world: Any) -> bytes:  # noqa: ARG002 - of all senders
-        return b""
-
     def meet(self) -> None:
         self.slow.call("meet")
-
-    def put(self, seq: int, tensors: Any) -> bytes:  # noqa: ARG002 - of all senders
-        return b"handle"
 
     def transfer(self, seq: int) -> None:  # noqa: ARG002 - of all senders
         self.slow.call("transfer")
 
     def close(self) -> None:
+        super().close()
         self.slow.closed.set()
 
 
-def send(info: Any, client: Any) -> None:
-    from trainer_agent.vllm.trainer_engine import (  # noqa: PLC0415 - after require_vllm
-        WavebusTrainerEngine,
-    )
+@contextlib.asynccontextmanager
+async def a_group(checkpoint: Checkpoint) -> AsyncIterator[str]:
+    async with a_broker() as (_, broker), an_engine(checkpoint, broker, "e0"):
+        yield broker
 
-    engine = WavebusTrainerEngine.trainer_init(info, client=client, source=PairSource(WEIGHTS))
+
+def send(agent: SyncTrainerAgent, weights: Any) -> None:
+    info = agent.init_info()
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+
+    source = agent.source(weights)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=agent.client(), source=source)
     engine.send_weights()
 
 
-@pytest.mark.parametrize(
-    "where", ["init_weight_transfer_engine", "meet", "update_weights", "transfer"]
-)
-def test_an_interrupt_ends_every_wait(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["meet", "transfer"])
+def test_an_interrupt_ends_every_wait(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The sender is closed, so that engines that wait for it give up, too."""
-    from trainer_agent.vllm.trainer_engine import (  # noqa: PLC0415 - after require_vllm
-        WavebusTrainerInitInfo,
-    )
-
     slow = Slow(where)
     monkeypatch.setattr(SlowSender, "slow", slow, raising=False)
     register_sender("slow", SlowSender)
-    worlds = [ALONE]
-    info = WavebusTrainerInitInfo(
-        rank=0,
-        transport="slow",
-        chunk_bytes=64,
-        buffers=2,
-        packed=True,
-        device="",
-        verify="off",
-        plan=lambda: worlds.pop() if worlds else None,
-    )
+    register_receiver("slow", ShmReceiver)
+    checkpoint = make_checkpoint(tmp_path, seed=3)
+    weights = perturbed(checkpoint.weights, 1)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            send(info, SlowClient(slow))
-        assert slow.returned.wait(2 * LONG_S)
-        assert slow.was_closed
+        with (
+            event_loop_thread() as portal,
+            portal.wrap_async_context_manager(a_group(checkpoint)) as broker,
+            SyncTrainerAgent(broker, backend="slow", verify="off") as agent,
+        ):
+            agent.wait_for_engines(1)
+            with pytest.raises(KeyboardInterrupt):
+                send(agent, weights)
+            assert slow.returned.wait(2 * LONG_S)
+            assert slow.was_closed
+            send(agent, weights)  # what was interrupted is undone
+            assert agent.last_update is not None
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1249,13 +1249,16 @@ def test_steps_asked_before_their_turn_follow_each_other_by_themselves(bench: Be
 
 
 def test_who_waits_for_a_turn_that_never_comes_is_told(bench: Bench) -> None:
-    """No engine is left: there is nothing to finish, to commit or to resume."""
+    """No engine is left: there is nothing to finish or to commit, and the pause is over."""
     bench.loading()
     bench.say("t", UpdateFinish("u1"), msg_id=7)
     bench.say("t", Commit("u1", 1, "", ()), msg_id=8)
     effects = bench.say("e0", Leave("")) + bench.say("e1", Leave(""))
     nacks = [each for each in effects if isinstance(each, Send) and isinstance(each.message, Nack)]
-    assert sorted(each.reply_to for each in nacks) == [7, 8]
+    assert sorted(each.reply_to for each in nacks) == [0, 7, 8]
+    [over] = [each.message for each in nacks if not each.reply_to]
+    assert isinstance(over, Nack)
+    assert over.step == Step.RESUME
 
 
 def finished(bench: Bench) -> None:

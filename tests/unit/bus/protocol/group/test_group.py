@@ -223,6 +223,34 @@ def test_a_late_joiner_takes_part_from_the_next_time_on(state: PauseState | Upda
     assert scene.versions() == {"e0": version, "late": version}
 
 
+def test_an_engine_that_restarts_in_a_pause_is_left_out_of_the_updates_in_it() -> None:
+    """Also if an update before it was made with that engine. It takes part after the pause."""
+    scene = Scene(1, 1)
+    scene.trainer.run(scene.trainer.update_in_pause(7, 8, hold_ms=6000.0))
+    assert scene.world.run_until(lambda: scene.versions() == {"e0": 1, "e1": 1})
+    scene.world.restart_engine("e1")
+    outcome = scene.settled()
+    assert (outcome.error, outcome.version) == (None, 2)
+    assert scene.versions() == {"e0": 2, "e1": 0}
+    scene.update(9)
+    scene.settled()
+    assert scene.versions() == {"e0": 3, "e1": 3}
+
+
+def test_a_pause_whose_engines_are_all_gone_is_not_held_any_more() -> None:
+    """Its trainer hears of it, so an update after it makes a pause of its own."""
+    scene = Scene(1)
+    scene.trainer.run(scene.trainer.update_in_pause(7, hold_ms=6000.0))
+    scene.until(PauseState.PAUSED)
+    assert scene.world.run_until(lambda: scene.trainer.window.is_open)
+    scene.world.restart_engine("e0")
+    assert scene.world.run_until(lambda: not scene.trainer.window.is_open)
+    scene.rest()
+    assert scene.versions() == {"e0": 1}
+    assert code_of(scene.trainer.outcomes[-1]) is NackCode.WRONG_STATE  # of the first pause's end
+    assert scene.running() == {"e0"}
+
+
 PAUSES = [PauseState.LOCAL, PauseState.GLOBAL, PauseState.PAUSED, PauseState.RESUMING]
 
 

@@ -42,6 +42,17 @@ def test_weights_sleep_from_when_it_is_asked_for() -> None:
     assert window.state is PauseWindowState.NONE
 
 
+def test_a_pause_without_engines_is_over() -> None:
+    """Only that one; a sleep that comes too late is left to the broker to refuse."""
+    window = held()
+    window.on_no_engines("p0")
+    assert window.is_open
+    window.on_no_engines("p1")
+    window.on_asked(Sleep("p1", 1), 1)
+    assert window.state is PauseWindowState.NONE
+    window.on_no_engines("p1")
+
+
 def test_in_another_epoch_nothing_is_asked_for_in_the_pause() -> None:
     """The broker took the trainer for dead, and has resumed its engines. What comes next begins
     anew."""
