@@ -6,7 +6,6 @@ reached, or did not answer in time; 4 the engine died.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
@@ -16,17 +15,11 @@ import click
 
 from bus import settings
 from bus.cli import broker, doctor, journal, keygen, replay, routes, status, trace, why
-from bus.cli.options import NamedPath, echo
-from bus.errors import BusTimeout, UsageError, WavebusError
-from bus.messages import NackCode
+from bus.cli.options import NamedPath, run_command
+from bus.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
-EXIT_UNREACHABLE: Final = 3
-EXIT_ENGINE_DEAD: Final = 4
 
 _OWN: Final[dict[str, click.Command]] = {
     "broker": broker.broker,
@@ -160,42 +153,8 @@ def _open_closed_streams() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command, and returns the exit code; an error becomes one line on stderr.
-
-    Args:
-        arguments: the words of the command line after ``wavebus``.
-    """
-    try:
-        code = wavebus.main(arguments, prog_name="wavebus", standalone_mode=False)
-    except click.exceptions.Exit as leaving:
-        code = leaving.exit_code
-    except click.UsageError as error:
-        with contextlib.suppress(OSError):  # stderr can't be written
-            error.show()
-        code = EXIT_USAGE
-    except click.ClickException as error:
-        with contextlib.suppress(OSError):
-            error.show()
-        code = EXIT_FAILED
-    except (click.Abort, KeyboardInterrupt):
-        code = 130
-    except WavebusError as error:
-        with contextlib.suppress(OSError):
-            echo(*f"wavebus: {error}".split("\n"), err=True)
-        code = _exit_code(error)
-    except BrokenPipeError:  # the reader of stdout is gone
-        sys.stderr.close()
-        code = EXIT_FAILED
-    return code if isinstance(code, int) else 0
-
-
-def _exit_code(error: WavebusError) -> int:
-    if isinstance(error, UsageError):
-        return EXIT_USAGE
-    if isinstance(error, BusTimeout):
-        return EXIT_UNREACHABLE
-    is_dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
-    return EXIT_ENGINE_DEAD if is_dead else EXIT_FAILED
+    """Runs `wavebus` with these arguments, and returns the exit code, as :func:`run_command`."""
+    return run_command(wavebus, arguments, "wavebus")
 
 
 if __name__ == "__main__":

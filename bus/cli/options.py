@@ -6,6 +6,7 @@ Most options are declared as fields of dataclasses, so that commands can inherit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import os
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get
 import click
 
 import bus.log
-from bus.errors import UsageError
+from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, Security, security
+from bus.messages import NackCode
 from bus.net import check_address
 from bus.runtime.event_loop import run
 from bus.settings import DEFAULT_BROKER
@@ -97,6 +99,10 @@ def checked(check: Callable[[Any], object]) -> Callable[..., Any]:
     return callback
 
 
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_UNREACHABLE: Final = 3
+EXIT_ENGINE_DEAD: Final = 4
 INSECURE_HELP: Final = (
     "Allow connections beyond loopback without keys. Anyone who can reach the port can then "
     f"control the engines.  [env: {INSECURE_VARIABLE}]"
@@ -280,3 +286,44 @@ def run_until_stopped(
         await main(stop)
 
     run(guarded())
+
+
+def run_command(command: click.Command, arguments: list[str], name: str) -> int:
+    """Runs a command, and returns the exit code; an error becomes one line on stderr.
+
+    Args:
+        command: the command.
+        arguments: the words of the command line after its name.
+        name: how usage and errors call the command.
+    """
+    try:
+        code = command.main(arguments, prog_name=name, standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        code = leaving.exit_code
+    except click.UsageError as error:
+        with contextlib.suppress(OSError):  # stderr can't be written
+            error.show()
+        code = EXIT_USAGE
+    except click.ClickException as error:
+        with contextlib.suppress(OSError):
+            error.show()
+        code = EXIT_FAILED
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except WavebusError as error:
+        with contextlib.suppress(OSError):
+            echo(*f"{name}: {error}".split("\n"), err=True)
+        code = _exit_code(error)
+    except BrokenPipeError:  # the reader of stdout is gone
+        sys.stderr.close()
+        code = EXIT_FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _exit_code(error: WavebusError) -> int:
+    if isinstance(error, UsageError):
+        return EXIT_USAGE
+    if isinstance(error, BusTimeout):
+        return EXIT_UNREACHABLE
+    is_dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
+    return EXIT_ENGINE_DEAD if is_dead else EXIT_FAILED

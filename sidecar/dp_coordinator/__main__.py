@@ -8,21 +8,18 @@ import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import bus.log
-from bus.cli.options import log_options
-from bus.errors import WavebusError
+from bus.cli.options import log_options, run_command
 from bus.ids import check_name
 from bus.runtime.event_loop import run
 from sidecar.dp_coordinator.server import DpCoordinatorServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-EXIT_USAGE: Final = 2
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,22 +89,5 @@ def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
             os.close(watch)
 
 
-def main() -> int:
-    """Runs the program, and returns its exit code: 2 for wrong options."""
-    try:
-        coordinator.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
-        return 130
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
-    except WavebusError as error:
-        click.echo(f"DP coordinator: {bus.log.printable(str(error))}", err=True)
-        return EXIT_USAGE
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(coordinator, sys.argv[1:], "python -m sidecar.dp_coordinator"))
