@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from dataclasses import replace
@@ -112,11 +111,6 @@ class UpdatePlan:
         except ValueError as error:
             raise UsageError(f"update_info: {error}") from error
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """The manifest's digest, which each chunk names."""
-        return self.manifest.digest()
-
     def buffer_bytes(self, sender: Sender) -> int:
         """Returns the size of the buffer that a sender needs for the largest chunk."""
         return max(map(sender.packed_bytes, self._sizes_bytes))
@@ -161,4 +155,4 @@ class UpdatePlan:
             seq: the number of the chunk.
             handle: the backend's data about the chunk, from :meth:`Sender.put`.
         """
-        return WeightChunkMeta(update_id, seq, self.digest, handle)
+        return WeightChunkMeta(update_id, seq, self.manifest.digest, handle)

@@ -13,7 +13,7 @@ from bus.vllm_payloads import is_patching
 if TYPE_CHECKING:
     from bus.messages import Arm, ArmPart, ChunkSent, WeightChunkMeta
 
-_NO_TENSORS_DIGEST: Final = NO_TENSORS.digest()
+_NO_TENSORS_DIGEST: Final = NO_TENSORS.digest
 
 
 def manifest_of(message: Arm) -> Manifest:
@@ -77,21 +77,21 @@ def _contradiction(message: Arm | ArmPart, error: ValueError) -> Declined:
 
 
 def _check_digest(message: Arm | ArmPart, manifest: Manifest) -> None:
-    if manifest.digest() != message.digest:
+    if manifest.digest != message.digest:
         raise decline(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
 
 
-def check_chunk(digest: str, message: WeightChunkMeta) -> None:
-    """Checks that a chunk is of the armed manifest, which has this digest.
+def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
+    """Checks that a chunk is of the armed manifest.
 
     Raises:
         Declined: it is of another manifest.
     """
-    if message.digest != digest:
+    if message.digest != manifest.digest:
         raise decline(
             NackCode.MANIFEST_REFUSED,
-            f"chunk {message.chunk} is of manifest {message.digest[:12]}, and {digest[:12]} is "
-            "armed",
+            f"chunk {message.chunk} is of manifest {message.digest[:12]}, and "
+            f"{manifest.digest[:12]} is armed",
             field="digest",
             hint="send an ARM or ARM_PART of the chunk's manifest first",
         )

@@ -63,7 +63,6 @@ class Commands:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
-        self._digest = ""  # of the same manifest
         self._earlier_commits = EarlierCommits(state)
         self.queued: dict[m.Step, Queued] = {}
 
@@ -119,7 +118,6 @@ class Commands:
                 return self._chunk(msg_id, message, now_ms)
             case m.ArmPart():
                 self._manifest = _extended(self._state.update, self._manifest, message)
-                self._digest = message.digest
                 return self._queue(msg_id, m.Step.PART, message)
             case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
@@ -362,7 +360,7 @@ class Commands:
         staging = StagingDecision(wanted=message.staging is not None, pause_reason=why_paused)
         if why_paused:
             message = replace(message, staging=None)
-        self._manifest, self._digest = manifest, message.digest
+        self._manifest = manifest
         asked = replace(message, after=self._state.version)
         if not message.scope:
             state = self._state
@@ -401,7 +399,7 @@ class Commands:
         under_way = update.chunks.get(number)
         instructions: list[Instruction] = []
         if isinstance(message, m.WeightChunkMeta) and number == update.chunks_asked:
-            check_chunk(self._digest, message)
+            check_chunk(manifest, message)
             instructions = update.chunk(message, now_ms)
         elif under_way is None:
             return [*self._state.answer_at_once(msg_id, m.Step.CHUNK, message.update_id)]
