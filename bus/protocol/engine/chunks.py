@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from bus.messages import ChunkSent, Step, WeightChunkMeta
 from bus.protocol.core.failures import wrong_state
-from bus.protocol.core.validation import check_chunk, check_sums, part_of
+from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.engine.calls import CallQueue, SessionEffect, ack
 from bus.protocol.engine.operations import LoadChunk, ReceiveChunk
 from bus.vllm_payloads import is_loaded_on_receipt
@@ -50,12 +50,17 @@ class EngineChunks:
         self._update_id = ""
         self._backend = ""
         self._manifest: Manifest | None = None
+        self._known: dict[str, Manifest] = {}  # by digest
         self._joined: Manifest | None = None  # the manifest with the part that is being checked
         # How many chunks are announced (WEIGHT_CHUNK_META), sent (CHUNK_SENT) and received. The two
         # queues hold the messages whose receive or load can't be queued yet.
         self._ack_received = self._sent = self._received = 0
         self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
         self._checks: deque[tuple[int, ChunkSent]] = deque()
+
+    def manifest_of(self, message: Arm) -> Manifest:
+        """Returns the manifest of an ARM; see :func:`bus.protocol.core.validation.manifest_of`."""
+        return manifest_of(message, self._known)
 
     def begin(self, message: Arm, manifest: Manifest) -> None:
         """Starts with the first chunk of the update that an ARM describes."""

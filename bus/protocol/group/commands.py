@@ -63,6 +63,7 @@ class Commands:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
+        self._known: dict[str, Manifest] = {}  # by digest
         self._earlier_commits = EarlierCommits(state)
         self.queued: dict[m.Step, Queued] = {}
 
@@ -337,7 +338,7 @@ class Commands:
         members, registry = self._members(message.scope), self._state.registry
         if message.communicator:
             self._require_communicator(message.communicator, members)
-        manifest = manifest_of(message)
+        manifest = manifest_of(message, self._known)
         if message.scope:
             catch_up.require_same_version(message, self._state.version)
         elif message.target == "draft":
@@ -367,7 +368,8 @@ class Commands:
             peers = [state.registry.engines[name] for name in members]
             asked = replace(asked, version=state.served.assign(message, peers, state.session))
         self._state.registry.on_arm(members, self._state.version)
-        arming = self._state.update.arm(asked, members, now_ms, staging)
+        whole = _with_tensors(asked, manifest)
+        arming = self._state.update.arm(whole, members, now_ms, staging, asked)
         return self._ask(msg_id, m.Step.ARM, arming)
 
     def _require_no_stale(self, stale: list[str]) -> None:
@@ -434,6 +436,18 @@ def transfer_plan(state: GroupState, message: m.PlanTransfer) -> m.TransferPlan:
 
 def _communicator(state: GroupState, members: Iterable[str]) -> Communicator:
     return communicator(state.registry.engines[name] for name in members)
+
+
+def _with_tensors(message: m.Arm, manifest: Manifest) -> m.Arm:
+    """Returns an ARM for engines that lack its manifest."""
+    return replace(
+        message,
+        names=manifest.names,
+        dtypes=manifest.dtypes,
+        shapes=manifest.shapes,
+        chunk_ends=manifest.chunk_ends,
+        counts=manifest.counts,
+    )
 
 
 def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:

@@ -341,7 +341,7 @@ def test_a_part_that_contradicts_what_came_before_is_refused(
 ) -> None:
     driver = Driver().to(_S.LOADING)
     part = make_part("u1", OPEN, PART)
-    sent = part.without_tensors() if not value else replace(part, **{field: value})
+    sent = replace(part, **{field: value})
     with pytest.raises(Declined) as declined:
         driver.update.extend(8, sent)
     assert declined.value.failure.code is code
