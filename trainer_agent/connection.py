@@ -30,13 +30,12 @@ from bus.messages import (
     StatusRequest,
     TransferInit,
     WaitEngines,
-    by_digest,
 )
 from bus.messages.codec import encode_body
 from bus.protocol.core.config import min_lease_ms
 from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.core.link import LinkConfig, LinkState
-from bus.protocol.core.validation import MANIFESTS_KEPT
+from bus.protocol.core.validation import MANIFESTS_KEPT, by_digest
 from bus.runtime.peer import PeerClient
 from trainer_agent.failures import require_process, silent_broker, silent_engines
 from trainer_agent.guaranteed_delivery import GuaranteedDelivery

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta
@@ -133,9 +133,9 @@ class Staging:
 class Arm(Message):
     """Trainer to broker to engines: the manifest and version of an update; engines check them.
 
-    Engines answer with ACK, or with ARMED if ``staging`` is set. An ARM has the digest alone
-    (:func:`by_digest`) if it is repeated, or if its manifest was armed before. Broker and engines
-    that don't have the manifest refuse with ``manifest_unknown``, and get the tensors.
+    Engines answer with ACK, or with ARMED if ``staging`` is set. An ARM has the digest alone if
+    it is repeated, or if its manifest was armed before. Broker and engines that don't have the
+    manifest refuse with ``manifest_unknown``, and get the tensors.
 
     Attributes:
         update_id: the update's id.
@@ -262,15 +262,6 @@ class ArmPart(Message):
     shapes: Shapes
     chunk_ends: Counts
     digest: ShortText
-
-
-def by_digest(message: Message) -> Message:
-    """Returns an ARM or ARM_PART with the digest in place of the tensors; any other unchanged."""
-    if isinstance(message, Arm):
-        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
-    if isinstance(message, ArmPart):
-        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=())
-    return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from bus.messages import (
     Resume,
     StaleEngines,
     Step,
-    by_digest,
 )
 from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.core.validation import by_digest
 from bus.protocol.trainer.pause_window import PauseWindow
 from bus.runtime.peer import PeerClient, route_of
 from tests.sim.scripts import Batch, Hearer, Later, Outcome, Script, TrainerScripts

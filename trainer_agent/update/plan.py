@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Self
 import bus.log
 from bus.errors import NonFiniteWeights, UsageError
 from bus.manifest import Manifest
-from bus.messages import WeightChunkMeta
 from bus.weight_transfer.checksum import inspect
 
 if TYPE_CHECKING:
@@ -146,13 +145,3 @@ class UpdatePlan:
                 tensor=self.nonfinite,
                 hint="engines will serve NaN or Inf; check_finite=True refuses such an update",
             )
-
-    def chunk_meta(self, update_id: str, seq: int, handle: bytes) -> WeightChunkMeta:
-        """Returns the message that announces a chunk.
-
-        Args:
-            update_id: the update.
-            seq: the number of the chunk.
-            handle: the backend's data about the chunk, from :meth:`Sender.put`.
-        """
-        return WeightChunkMeta(update_id, seq, self.manifest.digest, handle)

@@ -113,7 +113,7 @@ def chunk_messages(
     described = map(TensorMeta, ours.names, ours.dtype_names, ours.shapes)
     if tuple(described) != plan.manifest.chunk(ours.chunk):
         raise UsageError(f"update_info: chunk {ours.chunk} has other tensors than were armed")
-    meta = plan.chunk_meta(update_id, ours.chunk, ours.handle)
+    meta = WeightChunkMeta(update_id, ours.chunk, plan.manifest.digest, ours.handle)
     return meta, ChunkSent(update_id, ours.chunk, ours.verify, ours.sums)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import by_digest
+from bus.protocol.core.validation import by_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

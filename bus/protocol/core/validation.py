@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Final
 
 from bus.lora import removes_adapter
 from bus.manifest import NO_TENSORS, Manifest
-from bus.messages import NackCode
+from bus.messages import Arm, ArmPart, NackCode
 from bus.protocol.core.failures import Declined, decline
 from bus.vllm_payloads import is_patching
 
 if TYPE_CHECKING:
-    from bus.messages import Arm, ArmPart, ChunkSent, WeightChunkMeta
+    from bus.messages import ChunkSent, Message, WeightChunkMeta
 
 MANIFESTS_KEPT: Final = 4  # the model's, its draft's, and those of some adapters
+
+
+def by_digest(message: Message) -> Message:
+    """Returns an ARM or ARM_PART with the digest in place of the tensors; any other unchanged."""
+    if isinstance(message, Arm):
+        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
+    if isinstance(message, ArmPart):
+        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=())
+    return message
 
 
 def manifest_of(message: Arm, known: dict[str, Manifest]) -> Manifest:

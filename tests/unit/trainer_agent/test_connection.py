@@ -21,10 +21,10 @@ from bus.messages import (
     Resume,
     Step,
     Welcome,
-    by_digest,
     codec,
 )
 from bus.protocol.core.config import BROKER_NAME
+from bus.protocol.core.validation import by_digest
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import envelope
 from trainer_agent.connection import Connection

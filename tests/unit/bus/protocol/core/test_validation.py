@@ -9,9 +9,9 @@ import pytest
 
 from bus.lora import removal_backend
 from bus.manifest import NO_TENSORS
-from bus.messages import Arm, NackCode, by_digest
+from bus.messages import Arm, NackCode
 from bus.protocol.core.failures import Declined
-from bus.protocol.core.validation import MANIFESTS_KEPT, manifest_of
+from bus.protocol.core.validation import MANIFESTS_KEPT, by_digest, manifest_of
 from tests.sim.makers import make_arm, make_manifest
 
 if TYPE_CHECKING:
