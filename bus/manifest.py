@@ -5,6 +5,7 @@ This module does not import torch: dtypes are torch's names without ``torch.``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ class TensorMeta:
         return _size_bytes(self.shape, self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """The tensors of an update, in the order of sending, and their division into chunks.
 
@@ -190,8 +191,9 @@ class Manifest:
             return tuple(count * (DTYPE_BYTES[dtype] + INDEX_BYTES) for dtype, count in sent)
         return tuple(map(_size_bytes, self.shapes[part], self.dtypes[part]))
 
+    @functools.cached_property
     def digest(self) -> str:
-        """Returns the SHA-256 of all fields in canonical encoding, in hex."""
+        """The SHA-256 of all fields in canonical encoding, in hex."""
         fields = (self.names, self.dtypes, self.shapes, self.chunk_ends, self.counts)
         blob = msgspec.msgpack.encode(fields)
         return hashlib.sha256(blob).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -35,6 +36,7 @@ from bus.messages.codec import encode_body
 from bus.protocol.core.config import min_lease_ms
 from bus.protocol.core.followed_routes import FollowedRoutes
 from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.core.validation import MANIFESTS_KEPT, by_digest
 from bus.runtime.peer import PeerClient
 from trainer_agent.failures import require_process, silent_broker, silent_engines
 from trainer_agent.guaranteed_delivery import GuaranteedDelivery
@@ -57,6 +59,8 @@ _BEATS_MISSED: Final = 2
 _SLOW_S: Final = 10.0  # then the log names the late peers
 # The first requests of a pause or an update.
 _OPENING: Final = (PauseLocal, PlanTransfer, TransferInit, Arm)
+# The request is repeated under a new number, after the next join.
+_UNREAD: Final = (NackCode.STALE, NackCode.NOT_JOINED)
 
 
 class Connection:
@@ -105,8 +109,7 @@ class Connection:
         self.delivery = GuaranteedDelivery(self.ask, lambda: self.is_joined)
         self.lost_rank: Nack | None = None
         self.tensors_taken = self.pid = 0  # pid: of the process that has connected
-        self._known = _KnownEngines()
-        self._unread: set[int] = set()  # ids of requests that the broker has not received whole
+        self._known = _KnownBroker()
 
     async def open(self, lease_ms: int | None = None) -> None:
         """Joins the bus; returns when the broker has accepted the join and leases of ``lease_ms``.
@@ -205,11 +208,11 @@ class Connection:
         msg_id = peer.new_id()
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers[msg_id] = future
-        self._unread.add(msg_id)
         if expect is GroupAck:
             self._steps[msg_id] = message
         asked_ms = peer.now_ms()
         slow_s = _SLOW_S if expect is GroupAck else wait_s
+        sent = self._known.shorten(message)
         try:
             while not future.done():
                 since_ms = max(asked_ms, self._progress_ms) if expect is GroupAck else asked_ms
@@ -231,10 +234,10 @@ class Connection:
                     asked_ms = peer.now_ms()
                     continue
                 if even_if_silent or is_joined:
-                    peer.send(_as_sent(message, msg_id, self._unread), msg_id=msg_id)
+                    peer.send(sent, msg_id=msg_id)
+                    sent = by_digest(message)
                 await asyncio.wait([future], timeout=min(_RESEND_S, left_s))
         finally:
-            self._unread.discard(msg_id)
             del self._answers[msg_id]
             self._steps.pop(msg_id, None)
         answer = future.result()
@@ -286,11 +289,11 @@ class Connection:
         if type(message) is Nack and not envelope.reply_to:
             _on_news(self, message)
         future = self._answers.get(envelope.reply_to or _refused_unread(message, self._steps))
-        if future is None or future.done():
+        if future is None or future.done() or getattr(message, "code", None) in _UNREAD:
             return
-        if _is_unread(message, self._steps.get(envelope.reply_to)):
-            self._unread.add(envelope.reply_to)
-            return  # repeated under a new number, after the next join, or with its tensors
+        if whole := _with_tensors(message, self._steps.get(envelope.reply_to)):
+            self._require_peer().send(whole, msg_id=envelope.reply_to)
+            return
         if isinstance(message, GroupAck):
             self._progress_ms = self._require_peer().now_ms()
         future.set_result(message)
@@ -344,43 +347,40 @@ def _refused_unread(message: Message, steps: Mapping[int, Message]) -> int:
     return max(sizes, key=sizes.__getitem__, default=0)
 
 
-def _as_sent(message: Message, msg_id: int, unread: set[int]) -> Message:
-    """Returns a request as it is sent next: an ARM has its tensors only the first time.
-
-    Args:
-        message: the request.
-        msg_id: its id.
-        unread: ids of requests that the broker has not received whole.
-    """
-    if isinstance(message, Arm) and msg_id not in unread:
-        return message.without_tensors()
-    unread.discard(msg_id)
-    return message
+def _with_tensors(answer: Message, request: Message | None) -> Message | None:
+    """Returns the request whose digest the broker doesn't know, if it has tensors; else None."""
+    if not isinstance(answer, Nack) or answer.code is not NackCode.MANIFEST_UNKNOWN:
+        return None
+    return request if getattr(request, "names", None) else None
 
 
-def _is_unread(answer: Message, request: Message | None) -> bool:
-    """Whether the broker has not received a request whole, so that it is repeated.
+class _KnownBroker:
+    """What the broker has had from this trainer: manifests, and how many engines.
 
-    It is repeated under a new number, after the next join, or with the tensors of its manifest.
-    """
-    if not isinstance(answer, Nack):
-        return False
-    lacks = answer.code is NackCode.MANIFEST_UNKNOWN and bool(getattr(request, "names", ()))
-    return lacks or answer.code in (NackCode.STALE, NackCode.NOT_JOINED)
-
-
-class _KnownEngines:
-    """Waits for the engines that a trainer knew, after a restart of the broker.
-
-    The new broker knows no engine until it has joined again.
+    After a restart of the broker, the trainer waits for the engines that it knew: the new broker
+    knows no engine until it has joined again.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._boot = 0  # of the broker that had so many engines
+        self._manifests: deque[str] = deque(maxlen=MANIFESTS_KEPT)  # digests
+
+    def shorten(self, message: Message) -> Message:
+        """Returns an ARM without its tensors, if its manifest was armed before."""
+        is_known = isinstance(message, Arm) and message.digest in self._manifests
+        return by_digest(message) if is_known else message
 
     def note(self, message: Message, answer: Message, boot: int) -> None:
-        """Records how many engines an answer shows; ``boot``: of the broker."""
+        """Records the manifest and the number of engines of a done request.
+
+        Args:
+            message: the request.
+            answer: its answer.
+            boot: the broker's.
+        """
+        if isinstance(message, Arm) and not message.counts and self.shorten(message) is message:
+            self._manifests.append(message.digest)
         found = 0
         if isinstance(answer, GroupView):
             found = len(answer.engines)

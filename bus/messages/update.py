@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from bus.messages.canary import Differing
 from bus.messages.types import (
@@ -126,9 +125,9 @@ class Staging(Struct, frozen=True):
 class Arm(Message, frozen=True):
     """Trainer to broker to engines: the manifest and version of an update; engines check them.
 
-    Engines answer with ACK, or with ARMED if ``staging`` is set. The broker repeats an ARM without
-    the tensors (:meth:`without_tensors`). An engine that does not know the digest refuses with
-    ``manifest_unknown``, and the broker sends the tensors again.
+    Engines answer with ACK, or with ARMED if ``staging`` is set. An ARM has the digest alone if
+    it is repeated, or if its manifest was armed before. Broker and engines that don't have the
+    manifest refuse with ``manifest_unknown``, and get the tensors.
 
     Attributes:
         update_id: the update's id.
@@ -138,7 +137,8 @@ class Arm(Message, frozen=True):
         target: the model that the update is for.
         backend: the transport that brings the weights.
         communicator: the number of the transport's communicator; 0: no collectives.
-        names, dtypes, shapes, chunk_ends: see :class:`bus.manifest.Manifest`.
+        names, dtypes, shapes, chunk_ends: see :class:`bus.manifest.Manifest`. Empty: the manifest
+            is known by its digest.
         counts: a patch's number of changed elements per tensor; empty: a whole set of weights.
         base: the only version that a patch applies to; 0: no patch.
         quorum: how many DP groups must finish for a commit; with fewer the update is aborted. 0:
@@ -183,10 +183,6 @@ class Arm(Message, frozen=True):
     is_cast: bool = False
     is_open: bool = False
     after: Count = 0
-
-    def without_tensors(self) -> Arm:
-        """Returns the same ARM with the digest in place of the tensors."""
-        return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
 
 
 class Armed(Message, frozen=True):
@@ -254,10 +250,6 @@ class ArmPart(Message, frozen=True):
     shapes: Shapes
     chunk_ends: Counts
     digest: ShortText
-
-    def without_tensors(self) -> ArmPart:
-        """Returns the same ARM_PART with the digest in place of the tensors."""
-        return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=())
 
 
 class ChunkSent(Message, frozen=True):

@@ -346,7 +346,7 @@ class World:
             self._says(name, self.engines[name], message.phase, message.version)
         elif isinstance(message, PauseLocal) and passing.way == "from":
             self._paused(name)
-        elif isinstance(message, Arm):
+        elif isinstance(message, Arm) and message.names:  # else it is known by its digest
             self.chunks = len(message.chunk_ends)
         elif isinstance(message, Commit) and passing.way == "from":
             self._committed(message)

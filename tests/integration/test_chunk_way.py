@@ -19,7 +19,6 @@ from sidecar.embedded import EmbeddedEngine
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from trainer_agent import TrainerAgent
-from trainer_agent.update.chunk_stream import _FilledChunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,10 +77,8 @@ class Passed:
 
     def _carries(self, value: Any) -> bool:
         match value:
-            case _FilledChunk(handle=handle):
+            case WeightChunkMeta(handle=handle) | ReceiveChunk(handle=handle):
                 self._handles.add(handle)
-                return True
-            case WeightChunkMeta() | ReceiveChunk():
                 return True
             case Envelope(kind=kind):
                 return bool(kind == KIND)

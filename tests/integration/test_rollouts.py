@@ -407,7 +407,7 @@ def test_an_answer_that_comes_at_once_is_decoded_in_parts() -> None:
         async def take(batch: list[TokenDelta]) -> None:
             sizes.append(sum(len(each.token_ids) for each in batch))
 
-        limits = dataclasses.replace(LIMITS, max_model_len=1000)
+        limits = structs.replace(LIMITS, max_model_len=1000)
         async with clients_of(at_once, limits=limits) as client:
             params = {"max_tokens": 900, "logprobs": 0}
             done = await client.generate(PROMPT, params, on_deltas=take)

@@ -301,8 +301,10 @@ class Play:
     def update(self, _engine: SimEngine | None, index: int) -> None:
         if self.trainer.alive and not self.trainer.is_busy:
             self.payload += 1
-            think_ms = 30.0 * index
-            script = self.trainer.update(self.payload, think_ms=think_ms, verify=self.verify)
+            think_ms, tensors = 30.0 * index, TENSORS[:: 1 if self.payload % 2 else -1]
+            script = self.trainer.update(
+                self.payload, tensors=tensors, think_ms=think_ms, verify=self.verify
+            )
             self.trainer.run(script)
 
     def update_parts(self, engine: SimEngine | None, index: int) -> None:

@@ -69,6 +69,8 @@ def test_weights_are_never_mixed_and_versions_only_grow() -> None:
             "sent, already applied": 15,
             "mismatch found": 10,
             "armed in a communicator": 200,
+            "asked to arm a digest": 570,
+            "lacked the manifest": 70,
             "refused transfer_closed": 30,
             "refused wrong_state": 30,
             "stopped at update finished": 5,

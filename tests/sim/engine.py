@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from bus.errors import EngineError
 from bus.messages import (
     Ack,
+    Arm,
     ChunkSent,
     EngineFacts,
     Envelope,
@@ -269,6 +270,8 @@ class SimEngine:
             self.truth.group_version = max(self.truth.group_version, message.version)
         if isinstance(message, ChunkSent):
             self._note_sent(message)
+        if isinstance(message, Arm) and not message.names:
+            self.met["asked to arm a digest"] += 1
         effects = self.session.command(
             envelope.id, envelope.epoch, message, self._scheduler.now_ms()
         )
@@ -310,6 +313,8 @@ class SimEngine:
             if isinstance(effect, Send):
                 if isinstance(effect.message, Ack | Nack):
                     self.sent.append(effect.message)
+                if getattr(effect.message, "code", "") == NackCode.MANIFEST_UNKNOWN:
+                    self.met["lacked the manifest"] += 1
                 if isinstance(effect.message, Ack) and effect.message.step is Step.PAUSE_LOCAL:
                     self.paused_locally = effect.message.update_id
                 self.peer.send(effect.message, reply_to=effect.reply_to)

@@ -62,7 +62,7 @@ def make_arm(
         base,
         quorum,
         canary,
-        manifest.digest(),
+        manifest.digest,
         scope,
         staging,
         default_quorum,
@@ -81,7 +81,7 @@ def make_chunk(
 ) -> WeightChunkMeta:
     """One chunk; its handle says which weights it carries, and in which sender's memory they are;
     empty: in that of whoever opened the transport."""
-    return WeightChunkMeta(update_id, seq, manifest.digest(), f"{payload} {sender}".encode())
+    return WeightChunkMeta(update_id, seq, manifest.digest, f"{payload} {sender}".encode())
 
 
 def make_sent(

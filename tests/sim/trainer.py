@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bus.errors import WavebusError, refusal
 from bus.messages import (
+    Arm,
     Envelope,
     Escalation,
     GroupAck,
@@ -26,6 +27,7 @@ from bus.messages import (
     Step,
 )
 from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.core.validation import by_digest
 from bus.protocol.trainer.pause_window import PauseWindow
 from bus.runtime.peer import PeerClient, route_of
 from tests.sim.scripts import Batch, Hearer, Later, Outcome, Script, TrainerScripts
@@ -110,6 +112,7 @@ class SimTrainer(TrainerScripts):
         self._next: Script | None = None
         self._is_catching_up = False
         self._waiting: dict[int, SimRequest] = {}
+        self._armed: set[str] = set()  # digests of manifests
         self._batch: list[SimRequest] = []
         self._hearer: Hearer | None = None  # of the batch
         self._is_undoing = False
@@ -306,7 +309,9 @@ class SimTrainer(TrainerScripts):
             for each in self._waiting.values():
                 if each.asked_ms <= now_ms and (again or not each.sent):
                     each.sent += 1
-                    self.peer.send(each.message, msg_id=each.msg_id)
+                    is_known = getattr(each.message, "digest", "") in self._armed
+                    sent = by_digest(each.message) if is_known or each.sent > 1 else each.message
+                    self.peer.send(sent, msg_id=each.msg_id)
         ahead = [each.asked_ms for each in self._waiting.values() if each.asked_ms > now_ms]
         self._set_timer(min([self._resend_due_ms, *ahead]) - now_ms, self._send_waiting)
 
@@ -329,6 +334,12 @@ class SimTrainer(TrainerScripts):
             return
         if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
             return
+        arm = request.message
+        if isinstance(message, Nack) and message.code is NackCode.MANIFEST_UNKNOWN:
+            self.peer.send(arm, msg_id=request.msg_id)
+            return
+        if isinstance(message, GroupAck) and isinstance(arm, Arm):
+            self._armed.add(arm.digest)
         del self._waiting[envelope.reply_to]
         request.answer = message
         request.answered_ms = self._scheduler.now_ms()

@@ -433,7 +433,7 @@ class Watch:
                 f"the update is {group.update.state.value}, {name} is not armed"
             )
         manifest = engine.truth.manifest
-        if manifest is None or manifest.digest() != self._digest:
+        if manifest is None or manifest.digest != self._digest:
             raise InvariantViolation(f"{name} armed another manifest than was sent")
 
     def _require_extended(self, group: Group, name: str) -> None:
@@ -441,7 +441,7 @@ class Watch:
         if engine is None or engine.aborted_update == group.update.update_id:
             return
         manifest = engine.truth.manifest
-        if manifest is None or manifest.digest() != self._digest:
+        if manifest is None or manifest.digest != self._digest:
             raise InvariantViolation(f"{name} is sent tensors that it has not checked")
 
     def _require_idle(self, group: Group, name: str, why: str) -> None:

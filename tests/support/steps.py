@@ -75,7 +75,7 @@ class Steps:
         drops_adapters: bool = False,
     ) -> StagingCapacity:
         self._staged = False
-        arm = ArmManifest(manifest, target, staging, drops_adapters, manifest.digest())
+        arm = ArmManifest(manifest, target, staging, drops_adapters, manifest.digest)
         return (await self._perform(arm)).room or StagingCapacity()
 
     async def extend(self, part: Manifest) -> None:

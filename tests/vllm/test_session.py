@@ -259,7 +259,7 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     engine._receiver.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
     known = ArmedManifest(Manifest(("a",), ("float32",), ((2,),), (1,)))
-    again = operations.ArmManifest(None, "model", then, digest=known.digest)
+    again = operations.ArmManifest(None, "model", then, digest=known.manifest.digest)
     refused = [None, ArmedUpdate(known, "draft", first)]
     other = ArmedManifest(Manifest(("a",), ("float32",), ((3,),), (1,)))
     for armed in (*refused, ArmedUpdate(other, "model", first)):

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -22,7 +22,7 @@ import torch
 
 from bus.errors import BusTimeout, Refused, UpdateFailed, WavebusError, refusal
 from bus.kept_dtypes import kept_patterns
-from bus.messages import ChunkSent, NackCode, Step
+from bus.messages import ChunkSent, NackCode, Step, WeightChunkMeta
 from bus.protocol.core.failures import Failure
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.update.plan import UpdatePlan
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from trainer_agent.weights.snapshot import WeightsCopy
     from trainer_agent.weights.source import Weights, WeightSource
 
+    Messages: TypeAlias = tuple[WeightChunkMeta, ChunkSent]  # of a chunk in the sender's buffers
 
 _LOOK_S: Final = 0.5  # how often the progress of the source is checked
 
@@ -95,7 +96,7 @@ class ChunkStream:
         self.connection: Connection
         self._devices = Devices()
         self._sender = sender
-        self._filled: deque[_FilledChunk] = deque()
+        self._filled: deque[Messages] = deque()
         self._send_lock = anyio.Lock()  # chunks leave one after the other, in order
         self._changed = anyio.Event()  # set when the window changes
         self.all_sent = anyio.Event()
@@ -126,10 +127,10 @@ class ChunkStream:
         self.plan.check_finite = check_finite
         return True
 
-    async def fill(self) -> None:
+    async def fill(self, update_id: str) -> None:
         """Fills the sender's buffers with the first chunks of the source, and sends nothing yet."""
         while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
-            self._filled.append(await self._put(len(self._filled)))
+            self._filled.append(await self._put(update_id, len(self._filled)))
 
     async def send(self, update: Update, steps: Steps) -> None:
         """Sends all chunks, and returns when every engine has loaded them.
@@ -147,7 +148,7 @@ class ChunkStream:
         async with flat_task_group() as tasks:
             for seq in range(self.plan.chunks):
                 await self._wait_until(window.has_room, seq)
-                chunk = self._filled.popleft() if self._filled else await self._put(seq)
+                chunk = self._filled.popleft() if self._filled else await self._put(update.id, seq)
                 if sender.packed and seq + 1 == self.plan.chunks:
                     self.on_released()
                 await update.paused.wait()
@@ -156,12 +157,13 @@ class ChunkStream:
             self.on_released()
 
     async def _send(
-        self, update: Update, chunk: _FilledChunk, steps: Steps, window: ChunkWindow
+        self, update: Update, chunk: Messages, steps: Steps, window: ChunkWindow
     ) -> None:
         """Sends WEIGHT_CHUNK_META, a chunk and CHUNK_SENT; waits until engines have loaded it."""
-        seq = chunk.seq
+        meta, sent = chunk
+        seq = meta.chunk
         window.on_announced(seq)
-        async with steps.announce_chunk(self.plan.chunk_meta(update.id, seq, chunk.handle)):
+        async with steps.announce_chunk(meta):
             await update.started.wait()
             try:
                 await self._transfer(seq)
@@ -171,7 +173,6 @@ class ChunkStream:
             # The previous chunk's thread may return later than this one's.
             await self._wait_until(window.is_next_sent, seq)
             async with flat_task_group() as tasks:
-                sent = ChunkSent(update.id, seq, self.verify, chunk.sums)
                 tasks.start_soon(steps.send_chunk, sent)
                 await anyio.lowlevel.checkpoint()  # lets CHUNK_SENT leave first
                 self._note(window.on_sent, seq)
@@ -216,7 +217,7 @@ class ChunkStream:
             finally:
                 self._take_lock.release()
 
-    async def _put(self, seq: int) -> _FilledChunk:
+    async def _put(self, update_id: str, seq: int) -> Messages:
         taking = asyncio.ensure_future(
             anyio.to_thread.run_sync(self._take, seq, abandon_on_cancel=True)
         )
@@ -230,7 +231,7 @@ class ChunkStream:
                     taking.cancel()
                     raise stuck
                 await asyncio.wait([taking], timeout=_LOOK_S)
-        return await run_to_end(self._fill, seq, await taking)
+        return await run_to_end(self._fill, update_id, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
         """Returns the error if a tensor takes too long or a rank is lost; else None."""
@@ -256,12 +257,14 @@ class ChunkStream:
                 self._devices.before_read(tensor)
         return chunk
 
-    def _fill(self, seq: int, chunk: list[torch.Tensor]) -> _FilledChunk:
-        """Puts a chunk's tensors into the sender's buffers; runs in a thread."""
+    def _fill(self, update_id: str, seq: int, chunk: list[torch.Tensor]) -> Messages:
+        """Puts a chunk's tensors into the sender's buffers, in a thread; returns its messages."""
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
-        return _FilledChunk(seq, handle, self.plan.sums(seq, chunk, self.verify))
+        meta = WeightChunkMeta(update_id, seq, self.plan.manifest.digest, handle)
+        sums = self.plan.sums(seq, chunk, self.verify)
+        return meta, ChunkSent(update_id, seq, self.verify, sums)
 
 
 def _failed_transfer(error: WavebusError, update_id: str, seq: int) -> UpdateFailed:
@@ -293,15 +296,6 @@ def do_nothing() -> None:
     """Does nothing; the default of callbacks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FilledChunk:
-    """A chunk in the sender's buffers."""
-
-    seq: int
-    handle: bytes
-    sums: tuple[int, ...]
-
-
 async def send_stream(
     update: Update, stream: ChunkStream, transport: Transport, steps: Steps, label: str
 ) -> UpdateReport:
@@ -331,7 +325,7 @@ async def send_stream(
         copy = await anyio.to_thread.run_sync(stream.make_copy, stream.plan.metas)
         update.copy = stream.copy = copy
     await update.release_ranks(stream.drain)
-    await stream.fill()
+    await stream.fill(update.id)
     try:
         async with flat_task_group() as tasks:
             tasks.start_soon(update.start)

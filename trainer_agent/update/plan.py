@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Self
 import bus.log
 from bus.errors import NonFiniteWeights, UsageError
 from bus.manifest import Manifest
-from bus.messages import WeightChunkMeta
 from bus.weight_transfer.checksum import inspect
 
 if TYPE_CHECKING:
@@ -112,11 +110,6 @@ class UpdatePlan:
         except ValueError as error:
             raise UsageError(f"update_info: {error}") from error
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """The manifest's digest, which each chunk names."""
-        return self.manifest.digest()
-
     def buffer_bytes(self, sender: Sender) -> int:
         """Returns the size of the buffer that a sender needs for the largest chunk."""
         return max(map(sender.packed_bytes, self._sizes_bytes))
@@ -152,13 +145,3 @@ class UpdatePlan:
                 tensor=self.nonfinite,
                 hint="engines will serve NaN or Inf; check_finite=True refuses such an update",
             )
-
-    def chunk_meta(self, update_id: str, seq: int, handle: bytes) -> WeightChunkMeta:
-        """Returns the message that announces a chunk.
-
-        Args:
-            update_id: the update.
-            seq: the number of the chunk.
-            handle: the backend's data about the chunk, from :meth:`Sender.put`.
-        """
-        return WeightChunkMeta(update_id, seq, self.digest, handle)

@@ -15,13 +15,13 @@ import torch
 
 from bus import vllm_payloads
 from bus.errors import UsageError
-from bus.messages import ChunkSent, TransferInit
+from bus.messages import ChunkSent, TransferInit, WeightChunkMeta
 from bus.weight_transfer.allocation import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.messages import EngineView, WeightChunkMeta
+    from bus.messages import EngineView
     from bus.weight_transfer.allocation import World
     from trainer_agent.update.plan import UpdatePlan
 
@@ -209,7 +209,8 @@ def chunk_messages(
                 f"update_info: chunk {seq} has other {name} than were armed: {_CUT_HINT}"
             )
     handle = _encoded("update_info", rest, given)
-    return plan.chunk_meta(update_id, seq, handle), ChunkSent(update_id, seq, "unsupported", ())
+    meta = WeightChunkMeta(update_id, seq, plan.manifest.digest, handle)
+    return meta, ChunkSent(update_id, seq, "unsupported", ())
 
 
 _CUT_HINT: Final = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import Arm, ArmPart
+from bus.protocol.core.validation import by_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # The outcome of a `wait` pause whose deadline passed.
 ESCALATED: Final = "escalated"
 STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is stale
+# How long engines that lack a manifest are gathered, so that one frame brings it to all of them.
+GATHER_MS: Final = 20.0
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +40,10 @@ class AckBarrier:
     is_slow: bool = False  # it has been logged
     slowest: str = ""
     slowest_ms: float = 0.0
-    # Engines that refused the digest as unknown; engines whose `wait` pause's deadline passed, and
-    # the requests that still ran then.
+    # Engines that refused the digest as unknown, and those that got the tensors at a repetition.
     lacks_manifest: set[str] = field(default_factory=set)
+    got_manifest: set[str] = field(default_factory=set)
+    # Engines whose `wait` pause's deadline passed, and the requests that still ran then.
     escalated: set[str] = field(default_factory=set)
     waited_for: list[str] = field(default_factory=list)
 
@@ -80,9 +83,14 @@ class AckBarrier:
         """Whether every engine has acknowledged the step."""
         return not self.waiting
 
+    def due_ms(self, retry_ms: float) -> float:
+        """Returns when to repeat the request: soon, if an engine first says what it lacks."""
+        is_first = bool(self.lacks_manifest - self.got_manifest)
+        return self.resent_ms + (GATHER_MS if is_first else retry_ms)
+
     def overdue(self, retry_ms: float, now_ms: float) -> bool:
         """Returns whether to repeat the request now; if so, records the repetition."""
-        if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as next_deadline_ms
+        if not self.waiting or now_ms < self.due_ms(retry_ms):
             return False
         self.resent_ms = now_ms
         return True
@@ -91,13 +99,14 @@ class AckBarrier:
         """Yields each message to repeat, with the engines that get it.
 
         A repeated ARM or ARM_PART has the digest alone; engines that refused it as unknown get the
-        tensors.
+        tensors. For the first time they get them ahead of the others' repetition.
         """
         lacks = self.lacks_manifest & self.waiting
         for message in self.messages:
-            short = message.without_tensors() if isinstance(message, Arm | ArmPart) else message
-            if has := sorted(self.waiting - lacks):
-                yield short, has
+            has = sorted(self.waiting - lacks)
+            if has and lacks <= self.got_manifest:
+                yield by_digest(message), has
             if lacks:
                 yield message, sorted(lacks)
+        self.got_manifest |= lacks
         self.lacks_manifest.clear()

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from bus.lora import removes_adapter
 from bus.manifest import NO_TENSORS, Manifest
-from bus.messages import NackCode
+from bus.messages import Arm, ArmPart, NackCode
 from bus.protocol.core.failures import Declined, decline
 from bus.vllm_payloads import is_patching
 
 if TYPE_CHECKING:
-    from bus.messages import Arm, ArmPart, ChunkSent, WeightChunkMeta
+    from bus.messages import ChunkSent, Message, WeightChunkMeta
 
-_NO_TENSORS_DIGEST: Final = NO_TENSORS.digest()
+MANIFESTS_KEPT: Final = 4  # the model's, its draft's, and those of some adapters
 
 
-def manifest_of(message: Arm) -> Manifest:
-    """Returns the manifest that an ARM carries.
+def by_digest(message: Message) -> Message:
+    """Returns an ARM or ARM_PART with the digest in place of the tensors; any other unchanged."""
+    if isinstance(message, Arm):
+        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
+    if isinstance(message, ArmPart):
+        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=())
+    return message
+
+
+def manifest_of(message: Arm, known: dict[str, Manifest]) -> Manifest:
+    """Returns the manifest of an ARM, which has its tensors or only its digest.
+
+    Args:
+        message: the ARM.
+        known: the last manifests by their own digests; a new one is added. Patches are not: no two
+            of them are alike.
 
     Raises:
         Declined: the manifest contradicts itself or its digest. The error names the wrong field,
             and has the code ``manifest_unknown`` if the ARM has only a digest.
     """
-    try:
-        manifest = Manifest(
-            message.names,
-            message.dtypes,
-            message.shapes,
-            message.chunk_ends,
-            message.counts,
-            message.is_cast,
-            message.is_open,
-        )
-    except ValueError as error:
-        raise _contradiction(message, error) from error
-    if not message.names and message.digest != _NO_TENSORS_DIGEST:
-        raise decline(NackCode.MANIFEST_UNKNOWN, "no tensors", field="names")
+    manifest = known.get(message.digest, NO_TENSORS)
+    if message.names:
+        columns = message.names, message.dtypes, message.shapes, message.chunk_ends
+        try:
+            manifest = Manifest(*columns, message.counts)
+        except ValueError as error:
+            raise _contradiction(message, error) from error
     _check_digest(message, manifest)
-    if removes_adapter(message.backend) is bool(message.names):
+    if removes_adapter(message.backend) is bool(manifest.names):
         text = "an update needs tensors, unless it removes an adapter"
         raise decline(NackCode.MANIFEST_REFUSED, text, field="names")
-    if bool(message.base) is not bool(message.counts):
+    if bool(message.base) is not bool(manifest.counts):
         raise decline(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
-    if bool(message.counts) is not is_patching(message.backend):
-        sent = "patches" if message.counts else "whole sets of weights"
+    if bool(manifest.counts) is not is_patching(message.backend):
+        sent = "patches" if manifest.counts else "whole sets of weights"
         raise decline(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
-    return manifest
+    if message.names and not manifest.counts:
+        known[manifest.digest] = manifest
+        for oldest in list(known)[:-MANIFESTS_KEPT]:
+            del known[oldest]
+    return replace(manifest, is_cast=message.is_cast, is_open=message.is_open)
 
 
 def part_of(known: Manifest, message: ArmPart) -> tuple[Manifest, Manifest]:
@@ -77,21 +89,21 @@ def _contradiction(message: Arm | ArmPart, error: ValueError) -> Declined:
 
 
 def _check_digest(message: Arm | ArmPart, manifest: Manifest) -> None:
-    if manifest.digest() != message.digest:
-        raise decline(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
+    if manifest.digest != message.digest:
+        raise _contradiction(message, ValueError("digest: is not the manifest's digest"))
 
 
-def check_chunk(digest: str, message: WeightChunkMeta) -> None:
-    """Checks that a chunk is of the armed manifest, which has this digest.
+def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
+    """Checks that a chunk is of the armed manifest.
 
     Raises:
         Declined: it is of another manifest.
     """
-    if message.digest != digest:
+    if message.digest != manifest.digest:
         raise decline(
             NackCode.MANIFEST_REFUSED,
-            f"chunk {message.chunk} is of manifest {message.digest[:12]}, and {digest[:12]} is "
-            "armed",
+            f"chunk {message.chunk} is of manifest {message.digest[:12]}, and "
+            f"{manifest.digest[:12]} is armed",
             field="digest",
             hint="send an ARM or ARM_PART of the chunk's manifest first",
         )

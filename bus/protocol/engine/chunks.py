@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from bus.messages import ChunkSent, Step, WeightChunkMeta
 from bus.protocol.core.failures import wrong_state
-from bus.protocol.core.validation import check_chunk, check_sums, part_of
+from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.engine.calls import CallQueue, SessionEffect, ack
 from bus.protocol.engine.operations import LoadChunk, ReceiveChunk
 from bus.vllm_payloads import is_loaded_on_receipt
@@ -50,20 +50,23 @@ class EngineChunks:
         self._update_id = ""
         self._backend = ""
         self._manifest: Manifest | None = None
-        self._digest = ""  # of the same manifest
-        # The manifest with the part that is being checked, and its digest.
-        self._joined: tuple[Manifest, str] | None = None
+        self._known: dict[str, Manifest] = {}  # by digest
+        self._joined: Manifest | None = None  # the manifest with the part that is being checked
         # How many chunks are announced (WEIGHT_CHUNK_META), sent (CHUNK_SENT) and received. The two
         # queues hold the messages whose receive or load can't be queued yet.
         self._ack_received = self._sent = self._received = 0
         self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
         self._checks: deque[tuple[int, ChunkSent]] = deque()
 
+    def manifest_of(self, message: Arm) -> Manifest:
+        """Returns the manifest of an ARM; see :func:`bus.protocol.core.validation.manifest_of`."""
+        return manifest_of(message, self._known)
+
     def begin(self, message: Arm, manifest: Manifest) -> None:
         """Starts with the first chunk of the update that an ARM describes."""
         self._update_id = message.update_id
         self._backend = message.backend
-        self._manifest, self._digest = manifest, message.digest
+        self._manifest = manifest
         self.applied, self.parts = 0, 1
         self.discard()
 
@@ -78,15 +81,14 @@ class EngineChunks:
             raise wrong_state(f"part {message.part} of an update with {self.parts} parts", "part")
         if self.applied < self.total:  # a CHUNK_SENT was lost: the broker repeats it
             return None
-        part, joined = part_of(manifest, message)
-        self._joined = joined, message.digest
+        part, self._joined = part_of(manifest, message)
         return part
 
     def on_extended(self) -> None:
         """Records that the engine takes the tensors of the part that :meth:`extend` returned."""
         assert self._joined is not None
         self.parts += 1
-        self._manifest, self._digest = self._joined
+        self._manifest = self._joined
 
     def discard(self) -> None:
         """Discards all chunks that are announced, sent or received, but not loaded."""
@@ -127,7 +129,7 @@ class EngineChunks:
         if message.chunk < self.applied:
             return [ack(msg_id, Step.CHUNK, self._update_id, chunk=message.chunk)]
         if isinstance(message, WeightChunkMeta) and message.chunk == self._ack_received:
-            check_chunk(self._digest, message)
+            check_chunk(self._armed_manifest(), message)
             self._ack_received += 1
             self._metas.append((msg_id, message))
         elif isinstance(message, ChunkSent) and message.chunk == self._sent < self._ack_received:

@@ -62,7 +62,6 @@ from bus.lora import adapter_of
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure, swap_cancelled, wrong_state
 from bus.protocol.core.state_table import StateMachine
-from bus.protocol.core.validation import manifest_of
 from bus.protocol.engine import calls as c
 from bus.protocol.engine import operations as ops
 from bus.protocol.engine.chunks import EngineChunks
@@ -191,7 +190,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             )
         order = UpdateSpec.of(message)
         order.require_target(draft=self._draft)
-        manifest = manifest_of(message)
+        manifest = self._chunks.manifest_of(message)
         order.require_base(self.version, self.partial)
         self.transfer.require(order)
         stale = order.after != self.version

@@ -64,7 +64,7 @@ class Commands:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
-        self._digest = ""  # of the same manifest
+        self._known: dict[str, Manifest] = {}  # by digest
         self._earlier_commits = EarlierCommits(state)
         self.queued: dict[m.Step, Queued] = {}
 
@@ -120,7 +120,6 @@ class Commands:
                 return self._chunk(msg_id, message, now_ms)
             case m.ArmPart():
                 self._manifest = _extended(self._state.update, self._manifest, message)
-                self._digest = message.digest
                 return self._queue(msg_id, m.Step.PART, message)
             case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
@@ -340,7 +339,7 @@ class Commands:
         members, registry = self._members(message.scope), self._state.registry
         if message.communicator:
             self._require_communicator(message.communicator, members)
-        manifest = manifest_of(message)
+        manifest = manifest_of(message, self._known)
         if message.scope:
             catch_up.require_same_version(message, self._state.version)
         elif message.target == "draft":
@@ -363,14 +362,15 @@ class Commands:
         staging = StagingDecision(wanted=message.staging is not None, pause_reason=why_paused)
         if why_paused:
             message = replace(message, staging=None)
-        self._manifest, self._digest = manifest, message.digest
+        self._manifest = manifest
         asked = replace(message, after=self._state.version)
         if not message.scope:
             state = self._state
             peers = [state.registry.engines[name] for name in members]
             asked = replace(asked, version=state.served.assign(message, peers, state.session))
         self._state.registry.on_arm(members, self._state.version)
-        arming = self._state.update.arm(asked, members, now_ms, staging)
+        whole = _with_tensors(asked, manifest)
+        arming = self._state.update.arm(whole, members, now_ms, staging, asked)
         return self._ask(msg_id, m.Step.ARM, arming)
 
     def _require_no_stale(self, stale: list[str]) -> None:
@@ -402,7 +402,7 @@ class Commands:
         under_way = update.chunks.get(number)
         instructions: list[Instruction] = []
         if isinstance(message, m.WeightChunkMeta) and number == update.chunks_asked:
-            check_chunk(self._digest, message)
+            check_chunk(manifest, message)
             instructions = update.chunk(message, now_ms)
         elif under_way is None:
             return [*self._state.answer_at_once(msg_id, m.Step.CHUNK, message.update_id)]
@@ -435,6 +435,18 @@ def transfer_plan(state: GroupState, message: m.PlanTransfer) -> m.TransferPlan:
 
 def _communicator(state: GroupState, members: Iterable[str]) -> m.TransferPlan:
     return communicator(state.registry.engines[name] for name in members)
+
+
+def _with_tensors(message: m.Arm, manifest: Manifest) -> m.Arm:
+    """Returns an ARM for engines that lack its manifest."""
+    return replace(
+        message,
+        names=manifest.names,
+        dtypes=manifest.dtypes,
+        shapes=manifest.shapes,
+        chunk_ends=manifest.chunk_ends,
+        counts=manifest.counts,
+    )
 
 
 def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:

@@ -298,7 +298,10 @@ class Group(GroupSteps):
         detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
         fields = failure_fields(nack.step, failure, nack.chunk)
-        effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
+        lacks = nack.code is m.NackCode.MANIFEST_UNKNOWN  # it gets the tensors soon
+        self.is_due_known &= not lacks
+        level = "info" if lacks else "warning"
+        effects: list[Effect] = [self.note("engine_refused", nack.update_id, level, fields)]
         if nack.code is m.NackCode.FENCED:  # refuses an older epoch's command
             return effects
         if nack.step in PAUSE_STEPS:
@@ -403,7 +406,8 @@ class Group(GroupSteps):
         """Sends changed routes to watchers; may hold messages to engines that left the routes.
 
         What the routes depend on is marked by counters. A deadline can only have become earlier by
-        a request to engines, one of the trainer that waits for engines, a tick, or by these marks.
+        a request to engines, one of the trainer that waits for engines, an engine that lacks a
+        manifest, a tick, or by these marks.
 
         Returns:
             The effects that remain, and when :meth:`tick` is due at the latest; None: not earlier

@@ -150,7 +150,7 @@ def next_deadline_ms(state: GroupState) -> float | None:
         return held_ms  # the usual case, between updates
     times = [] if held_ms is None else [held_ms]
     retry_ms = state.config.retry_ms
-    times += [each.resent_ms + retry_ms for each in state.barriers() if each.waiting]
+    times += [each.due_ms(retry_ms) for each in state.barriers() if each.waiting]
     times += [deadline for _, deadline in waiters.values()]
     if waiters and state.count_due_ms is not None:
         times.append(state.count_due_ms)

@@ -161,6 +161,7 @@ class TrainerSession:
         nack = failure.nack(step, getattr(message, "update_id", ""))
         if trainer is self.owner and nack.code is not m.NackCode.MANIFEST_UNKNOWN:
             self.answer_ids([msg_id], nack)
+        level = "info" if nack.code is m.NackCode.MANIFEST_UNKNOWN else "warning"
         fields = {
             "group": self._group,
             "update_id": nack.update_id,
@@ -170,7 +171,7 @@ class TrainerSession:
             "detail": nack.detail,
         }
         return [
-            Note("refused", "warning", fields),
+            Note("refused", level, fields),
             Send(nack, (trainer.route,), msg_id, self._group, self.epoch),
         ]
 

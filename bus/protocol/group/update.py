@@ -189,17 +189,18 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         members: dict[str, str],
         now_ms: float,
         staging: StagingDecision | None = None,
+        asked: m.Arm | None = None,
     ) -> list[Instruction]:
-        """Sends ARM to every engine, so that each checks the manifest."""
+        """Sends ARM to every engine; ``asked``: at first as this, which may lack the tensors."""
         self._go(_E.ARM_ASKED)
         self._reset(message.update_id, members, communicator=message.communicator)
         self.staging = staging or StagingDecision()
         self.version, self.label = message.version, message.label
-        self.target = message.target
-        self.canary = message.canary
+        self.target, self.canary = message.target, message.canary
         self.quorum = message.quorum or len(set(members.values()))
         self.chunks_planned, self.is_open = len(message.chunk_ends), message.is_open
-        return self._ask(m.Step.ARM, message, now_ms)
+        self._ask(m.Step.ARM, message, now_ms)
+        return [Ask(asked or message, tuple(members))]
 
     def start(self, message: m.UpdateStart, now_ms: float) -> list[Instruction]:
         """Sends UPDATE_START to every engine, so that each gets ready to load."""
@@ -307,9 +308,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Excludes an engine that refused, is ``overdue`` or dead; or aborts the whole update."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        is_checking = self.state in (_S.ARMING, _S.EXTENDING)
-        if failure.code is m.NackCode.MANIFEST_UNKNOWN and is_checking and self.barrier:
-            self.barrier.lacks_manifest.add(name)  # it is sent again
+        if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.barrier:
+            self.barrier.lacks_manifest.add(name)  # it gets the tensors
             return []
         is_lost = overdue or failure.code is m.NackCode.ENGINE_DEAD
         if not is_lost and (self.state in _REFUSABLE or self._lacks_tensors(failure)):

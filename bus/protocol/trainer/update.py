@@ -228,7 +228,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             base,
             request.quorum,
             self._canary_mode(),
-            manifest.digest(),
+            manifest.digest,
             catch_up.dp_groups if catch_up else (),
             self.staging,
             request.default_quorum,
@@ -382,7 +382,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 def part_message(update_id: str, number: int, known: Manifest, part: Manifest) -> m.ArmPart:
     """Returns the ARM_PART of the tensors of ``part``, which follow those known."""
     columns = part.names, part.dtypes, part.shapes, part.chunk_ends
-    return m.ArmPart(update_id, number, *columns, known.join(part).digest())
+    return m.ArmPart(update_id, number, *columns, known.join(part).digest)
 
 
 def _shows_no_commit(error: WavebusError) -> bool:

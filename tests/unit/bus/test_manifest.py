@@ -100,8 +100,8 @@ def test_no_tensors_or_doubled_ones_are_no_plan(metas: list[TensorMeta]) -> None
 )
 def test_the_digest_tells_every_field(other: Manifest) -> None:
     """Names, dtypes, shapes, chunks, counts, and the order."""
-    assert other.digest() != RIGHT.digest()
-    assert Manifest.plan(METAS, chunk_bytes=16).digest() == RIGHT.digest()
+    assert other.digest != RIGHT.digest
+    assert Manifest.plan(METAS, chunk_bytes=16).digest == RIGHT.digest
 
 
 def test_a_patch_is_one_chunk_of_values_with_their_indices() -> None:

@@ -24,6 +24,7 @@ from bus.messages import (
     codec,
 )
 from bus.protocol.core.config import BROKER_NAME
+from bus.protocol.core.validation import by_digest
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import envelope
 from trainer_agent.connection import Connection
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from bus.runtime.interfaces import OnFrame
 
 MANIFEST = make_manifest(("a", "b"))
+OTHER = make_manifest(("b", "a"))
 PAUSED = GroupAck(Step.PAUSE_GLOBAL, "u0", 0, 2, (), 0, "", 0.0, 0.0, 0.0, (), ())
 
 
@@ -45,7 +47,7 @@ class StubBroker:
         self.boot = 1
         self.has_engines = asyncio.Event()
         self.arms: list[Arm] | None = None  # those that came; else they are refused
-        self.lacks_manifest = False
+        self.lacks_manifest = self.arms_all = False
         self._member = 0  # the boot of the broker that the trainer has joined
         self._seq = 0
         self._on_frame: OnFrame | None = None
@@ -72,6 +74,8 @@ class StubBroker:
             if self.lacks_manifest and not message.names:
                 code = NackCode.MANIFEST_UNKNOWN
                 self._answer(Nack(code, "", "", 0, "", "", "", "", "", 0), told.id)
+            elif self.arms_all:
+                self._answer(replace(PAUSED, step=Step.ARM), told.id)
         elif told.kind == "ARM":
             self._answer(Nack(NackCode.OVERSIZED, "", "", 0, "too large", "", "", "", "", 0), 0)
         return True
@@ -230,10 +234,18 @@ def test_a_manifest_is_repeated_by_its_digest_unless_the_broker_lacks_it(
         broker.lacks_manifest = True
         while not broker.arms[-1].names:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        asked.cancel()
-        await asyncio.wait([asked])
+        broker.arms_all = True
+        await asked
+        broker.arms.clear()
+        await line.ask(make_arm("u2", MANIFEST), GroupAck)  # it was armed before
+        await line.ask(make_arm("u3", OTHER), GroupAck)
+        assert [bool(arm.names) for arm in broker.arms] == [False, True, True]
+        broker.lacks_manifest = False
+        await line.ask(make_arm("u4", MANIFEST), GroupAck)
+        assert not broker.arms[-1].names
+        broker.lacks_manifest = True
         with pytest.raises(Refused, match="manifest_unknown"):  # it has no tensors at all
-            await line.ask(make_arm("u2", MANIFEST).without_tensors(), GroupAck)
+            await line.ask(by_digest(make_arm("u2", MANIFEST)), GroupAck)
         line.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))

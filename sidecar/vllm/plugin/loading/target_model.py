@@ -167,7 +167,6 @@ class ArmedManifest:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.digest = manifest.digest()
         self.chunks = tuple(manifest.chunk(seq) for seq in range(manifest.chunks))
         self._fits: tuple[Receiver, int | None] | None = None
 

@@ -365,7 +365,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         """
         armed, manifest = self.armed, operation.manifest
         if manifest is None:  # no collective
-            known = None if armed is None else (armed.target, armed.announced.digest)
+            known = None if armed is None else (armed.target, armed.manifest.digest)
             if armed is None or known != (operation.target, operation.digest):
                 raise wrong_state("another update was armed last")
             armed.announced.check_room(self._receiver.backend, self._receiver.receiver)

@@ -133,7 +133,7 @@ def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer
 
 
 def armed(manifest: Manifest, staging: Staging | None = None) -> operations.ArmManifest:
-    return operations.ArmManifest(manifest, "model", staging, False, manifest.digest())
+    return operations.ArmManifest(manifest, "model", staging, False, manifest.digest)
 
 
 def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:

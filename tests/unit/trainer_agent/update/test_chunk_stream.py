@@ -185,7 +185,7 @@ def test_a_cancelled_update_leaves_no_thread_in_its_sender(call: str) -> None:
         stream = ChunkStream(source, sender, chunk_bytes=64, verify="off")
         stream.connection = line
         transport = Transport("busy", sender, Steps(line, lease_ms=1, timeout_s=LIMIT_S))
-        work = stream.fill() if call == "put" else transport.reopen(64)
+        work = stream.fill("u1") if call == "put" else transport.reopen(64)
         cancelled = asyncio.create_task(work)
         await asyncio.to_thread(sender.begun.wait, LIMIT_S)
         for _ in range(3):
@@ -226,7 +226,7 @@ def test_a_source_is_left_when_it_stands_still_or_a_rank_is_lost(*, lost: bool) 
             line.lost_rank = lost_rank.nack("update")
         expected = "rank-1: it was not heard" if lost else "next is 1, of chunk 1"
         with pytest.raises(WavebusError, match=expected):
-            await stream.fill()
+            await stream.fill("u1")
         stream.drain()
         source.let_go.set()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UpdateFailed, UsageError
-from bus.messages import ChunkSent, NackCode, TransferInit
+from bus.messages import ChunkSent, NackCode, TransferInit, WeightChunkMeta
 from bus.protocol.engine.operations import Start
 from bus.weight_transfer.allocation import ALONE
 from bus.weight_transfer.shm import ShmSender
@@ -64,7 +64,7 @@ def over_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     def chunk_messages(info: Any, plan: UpdatePlan, seq: int, update_id: str) -> Any:
         if "shm" not in info:
             return native_payloads.chunk_messages(info, plan, seq, update_id)
-        meta = plan.chunk_meta(update_id, seq, info["shm"])
+        meta = WeightChunkMeta(update_id, seq, plan.manifest.digest, info["shm"])
         return meta, ChunkSent(update_id, seq, "off", ())
 
     changed = (engine_of_all, transfer_init, chunk_messages)

@@ -98,7 +98,7 @@ def test_a_chunk_of_a_patch_is_the_one_that_was_armed() -> None:
         "num_updates_list": [2, 0],
     }
     meta, sent = native_payloads.chunk_messages(info, plan, 0, "u1")
-    assert (meta.digest, sent.sums) == (plan.manifest.digest(), ())
+    assert (meta.digest, sent.sums) == (plan.manifest.digest, ())
     assert plan.manifest.sizes_bytes(0) == (16, 0)
     with pytest.raises(UsageError, match="other num_updates_list than were armed"):
         native_payloads.chunk_messages(info | {"num_updates_list": [2, 1]}, plan, 0, "u1")

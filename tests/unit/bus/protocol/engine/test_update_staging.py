@@ -350,7 +350,7 @@ def test_what_cannot_be_staged_is_said_when_it_is_armed(
     driver.returned()
     arm = make_arm("u1", MANIFEST, version=4, staging=STAGING)
     counts = change.get("counts", ())
-    digest = replace(MANIFEST, counts=counts).digest()
+    digest = replace(MANIFEST, counts=counts).digest
     driver.command(structs.replace(arm, **change, digest=digest))
     assert why in only(driver.returned(Done(room=room)), Armed).why_paused
     nack = nack_in(driver.command(UpdateStart("u1", staged=True)))

@@ -44,9 +44,9 @@ from bus.protocol.engine.operations import (
 )
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
-from tests.sim.makers import make_arm, make_manifest
+from tests.sim.makers import make_arm, make_manifest, make_nack
 from tests.sim.memory_network import Faults
-from tests.sim.world import GROUP
+from tests.sim.world import FAST_BROKER, GROUP
 from tests.unit.bus._scene import Scene, code_of
 
 if TYPE_CHECKING:
@@ -1073,6 +1073,64 @@ def test_an_engine_that_never_got_the_manifest_gets_it_after_all() -> None:
     assert (outcome.version, outcome.excluded) == (1, ())
     arms = [each for each in lossy.commands if isinstance(each, Arm)]
     assert [bool(arm.names) for arm in [*lost, *arms]] == [True, False, True]
+
+
+def arms_of(engine: SimEngine) -> list[bool]:
+    """The ARMs that came to an engine: whether each had the tensors."""
+    return [bool(each.names) for each in engine.commands if isinstance(each, Arm)]
+
+
+def test_a_manifest_that_was_armed_before_comes_by_its_digest_alone() -> None:
+    """Engines that have restarted get the tensors before any request is repeated. Then the trainer
+    opens its transport again, since they lack that, too, and arms the update again."""
+    scene = Scene(1, 1, 1)
+    scene.update(7)
+    assert scene.settled().version == 1
+    scene.world.restart_engine("e1")
+    scene.world.restart_engine("e2")
+    assert scene.world.run_until(scene.world.has_joined)
+    began_ms = scene.world.now_ms
+    scene.update(8)
+    scene.until(UpdateState.ARMED)
+    assert scene.world.now_ms - began_ms < FAST_BROKER.retry_ms
+    assert scene.settled().version == 2
+    assert arms_of(scene.engine("e0")) == [True, False, False]
+    assert arms_of(scene.engine("e1")) == arms_of(scene.engine("e2")) == [False, True, False]
+
+
+def test_a_broker_that_has_restarted_learns_a_manifest_again() -> None:
+    scene = Scene(1)
+    scene.update(7)
+    assert scene.settled().version == 1
+    scene.world.restart_broker()
+    assert scene.world.run_until(lambda: scene.world.has_joined() and scene.trainer.is_joined)
+    scene.update(8)
+    assert scene.settled().version > 1
+    assert scene.trainer.nacks[NackCode.MANIFEST_UNKNOWN] == 1
+    assert arms_of(scene.engine("e0")) == [True, True]
+
+
+def test_an_engine_that_refuses_any_digest_gets_the_tensors_as_a_repetition() -> None:
+    """Else its refusals would make the broker send without end, and fill the journal."""
+    scene = Scene(1, 1)
+    engine = scene.engine("e1")
+    take = engine._on_message
+    arms: list[Arm] = []
+
+    def refuse(envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Arm):
+            arms.append(message)
+            unknown = NackCode.MANIFEST_UNKNOWN
+            nack = make_nack(unknown, step="arm", update_id=message.update_id)
+            engine.peer.send(nack, reply_to=envelope.id)
+        else:
+            take(envelope, message)
+
+    engine.peer._on_message = refuse
+    scene.update()
+    scene.until(UpdateState.ARMING)
+    scene.world.run_for(10 * FAST_BROKER.retry_ms)
+    assert 10 <= sum(bool(arm.names) for arm in arms) <= 12
 
 
 def test_an_opening_that_is_made_again_is_no_failure_of_an_update() -> None:

@@ -87,7 +87,7 @@ def test_the_target_goes_with_the_calls() -> None:
     updates = Updates()
     assert updates.whole("draft").outcome == ""
     calls = updates.driver.calls
-    assert ArmManifest(MANIFEST, "draft", digest=MANIFEST.digest()) in calls
+    assert ArmManifest(MANIFEST, "draft", digest=MANIFEST.digest) in calls
     assert Start(recover=False, target="draft") in calls
     assert updates.driver.session.version == 4
 
@@ -103,7 +103,7 @@ def test_a_draft_is_refused_where_there_is_none() -> None:
     assert "speculative_config" in nack.hint
     assert driver.calls == calls
     driver.command(replace(make_arm("u1", MANIFEST, version=4), after=driver.session.version))
-    assert driver.calls[-1] == ArmManifest(MANIFEST, "model", digest=MANIFEST.digest())
+    assert driver.calls[-1] == ArmManifest(MANIFEST, "model", digest=MANIFEST.digest)
 
 
 @pytest.mark.parametrize("target", BOTH)
