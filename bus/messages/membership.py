@@ -14,7 +14,6 @@ from bus.messages.types import (
     Count,
     Features,
     KvConnectors,
-    LeasePosition,
     LongText,
     Message,
     Name,
@@ -49,7 +48,6 @@ class EngineFacts:
         version: the version that the engine serves.
         phase: the engine's state.
         update_id: the pause or update to which ``phase`` refers; empty: none.
-        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
         closed: as in :class:`Heartbeat`.
         features: features that its vLLM lacks, with the reason; empty: all work.
         untested: a warning that wavebus was not tested with its vLLM version; empty: it was.
@@ -77,7 +75,6 @@ class EngineFacts:
     version: Serial
     phase: Phase
     update_id: UpdateId
-    peer_address: ShortText
     closed: bool = False
     features: Features = field(default_factory=dict)
     untested: ShortText = ""
@@ -214,53 +211,6 @@ class HeartbeatAck(Message):
     version: Count
     held: UpdateId
     closed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PeerRank:
-    """One rank of a DP group, as its peer ranks reach it.
-
-    Attributes:
-        name: the engine's name on the bus.
-        dp_rank: the rank's number.
-        address: the address of the rank's sidecar; empty: none.
-        key: the public key of the rank's sidecar; empty if the broker has no keys.
-        boot: identifies the life of the rank's sidecar; 0: unknown.
-    """
-
-    name: Name
-    dp_rank: Count
-    address: ShortText
-    key: ShortText
-    boot: Serial = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PeerRanks(Message):
-    """Broker to engine: all ranks of its DP group. Sent once the DP group is complete."""
-
-    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseVote(Message):
-    """Engine to its peer ranks: its position when a pause lease is over.
-
-    Attributes:
-        dp_group: the DP group.
-        dp_rank: the number of the rank that votes.
-        position: the rank's position; see :mod:`bus.protocol.engine.lease`.
-        pause_id: the pause that the rank is in, or was in last.
-        version: the version that the rank serves.
-        asks: True: the receiver must answer with its own vote. False: this is such an answer.
-    """
-
-    dp_group: Name
-    dp_rank: Count
-    position: LeasePosition
-    pause_id: UpdateId
-    version: Serial
-    asks: bool
 
 
 @dataclass(frozen=True, slots=True)
