@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import socket
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -70,6 +71,18 @@ def is_loopback_host(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def local_address(host: str, port: int) -> str:
+    """Returns the address of this machine by which it reaches a host.
+
+    Raises:
+        OSError: there is no way to the host.
+    """
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def http_url(host: str, port: int | str) -> str:

@@ -120,7 +120,7 @@ class Engine(Protocol):
 
         Returns:
             What the engine has done because this lease was over, which ends the lease for good.
-                None if the lease is in force, and always if the engine ends with its sidecar.
+                None if the lease is in force, and always for an engine that needs no lease.
         """
 
     def abandoned_pause(self) -> AbandonedPause | None:

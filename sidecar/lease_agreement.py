@@ -1,9 +1,5 @@
 """Lets the ranks of a DP group end a pause together, by votes in the group's own store.
 
-No engine uses this module yet: its model, and a test with real stores and processes, came first.
-Cores still read each other's lease pages (:mod:`sidecar.vllm.plugin.core.lease_guard`), and
-sidecars vote (:mod:`sidecar.peer_links`).
-
 Sidecars renew the lease of a pause. Once a lease is over, the engine cores alone decide, because
 only they still act when sidecars, broker and trainer are gone. A rank must never resume alone: its
 resume waits for all ranks, and a rank that steps without the others hangs in a collective.
@@ -43,8 +39,10 @@ Invariants:
   void.
 - A sidecar that restarts writes a new lease. That takes the vote back, and the rank votes again
   when the new lease is over.
-- A rank whose pause can't complete, because a peer rank was never asked to pause, marks the round
-  as ``stuck``. A running rank that finds the mark pauses, too, and votes without a version.
+- A rank whose pause is not complete, perhaps because a peer rank was never asked to pause, marks
+  the round as ``pausing``, or as ``stuck`` once its lease is over. A running rank pauses, too, if
+  it finds ``stuck``, or if it finds ``pausing`` and its own lease is over: its sidecar died before
+  the pause call. Without a lease it votes without a version.
 
 Only the core's thread leaves HELD and DECIDED, except in a rank that waits in a resume, whose
 thread is blocked. Only the thread that calls :meth:`RankLease.exchange` uses the store, and leaves
@@ -70,6 +68,7 @@ if TYPE_CHECKING:
 _KEYS: Final = "wavebus/lease/"
 _ENDED: Final = b"ended"
 _VOID: Final = b"void"
+_PAUSING, _STUCK = b"pausing", b"stuck"
 _WHOLE: Final = "nobody renewed the lease, and no peer rank lacks a part"
 _PARTS: Final = "not all of its weights are there"
 
@@ -137,7 +136,8 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
     Attributes:
         decision: in DECIDED: what all ranks do, and why.
         waits_for: the ranks without a vote in this round, in words; empty: none.
-        is_stuck: whether some rank's pause waits for another rank, as of the last exchange.
+        is_pausing: whether some rank's pause is not complete, as of the last exchange.
+        is_stuck: whether the lease of such a rank is over.
         is_called: whether some rank has voted in this round, as of the last exchange.
     """
 
@@ -146,10 +146,11 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         self._rank, self._size, self._store = rank, size, store
         self._round = 0
         self._own = Vote(whole=False)
-        self._posted = self._marked = False
+        self._posted = False
+        self._mark = b""
         self.decision: tuple[OutcomeState, str] = ("waiting", "")
         self.waits_for = ""
-        self.is_stuck = self.is_called = False
+        self.is_pausing = self.is_stuck = self.is_called = False
 
     def vote(self, vote: Vote) -> None:
         """Gives this rank's vote; it reaches the store with the next exchange."""
@@ -160,16 +161,17 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         """Records that this rank has done what was decided."""
         self._go(_E.DONE)
 
-    def exchange(self, *, keeps: bool, stuck: bool) -> None:
+    def exchange(self, *, keeps: bool, pausing: bool, over: bool) -> None:
         """Exchanges votes with the other ranks; may block for as long as the store does.
 
         Args:
             keeps: False takes this rank's vote back, if there is no decision yet.
-            stuck: whether this rank's pause waits for a rank that runs.
+            pausing: whether this rank's pause is not complete.
+            over: whether this rank's lease is over.
         """
         while self.state is _S.HELD and self._store.check([self._key("end")]):
             self._next_round()
-        self._mark(stuck=stuck)
+        self._exchange_mark((_STUCK if over else _PAUSING) if pausing else b"")
         if self.state is not _S.VOTED:
             return
         while self._store.check([self._key("end")]) and not self._posted:
@@ -202,15 +204,20 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
 
     def _next_round(self) -> None:
         self._round += 1
-        self._posted = self._marked = self.is_stuck = self.is_called = False
+        self._posted = self.is_pausing = self.is_stuck = self.is_called = False
+        self._mark = b""
 
-    def _mark(self, *, stuck: bool) -> None:
-        key = self._key("stuck")
-        if stuck != self._marked:
-            self._store.set(key, "stuck" if stuck else "")
-            self._marked = stuck
+    def _exchange_mark(self, own: bytes) -> None:
+        """Sets the round's mark if it says less than this rank's; removes this rank's old mark."""
+        key = self._key("mark")
+        found = self._store.get(key) if self._store.check([key]) else b""
+        marks = (b"", _PAUSING, _STUCK)
+        if marks.index(own) > marks.index(found) or (found == self._mark != own):
+            self._store.set(key, own.decode())
+            found = own
+        self._mark = own
+        self.is_pausing, self.is_stuck = found != b"", found == _STUCK
         self.is_called = self._store.check([self._key("called")])
-        self.is_stuck = stuck or (self._store.check([key]) and self._store.get(key) == b"stuck")
 
     def _votes(self) -> dict[int, Vote | None]:
         found: dict[int, Vote | None] = {}
@@ -306,7 +313,6 @@ class RankLease:
         self._core, self._page, self._agreement, self._log = core, page, agreement, log
         self._lock = threading.Lock()  # a rank in a resume votes on the exchanging thread
         self._beside = False  # paused for a peer rank's sake; the sidecar has written no lease
-        self._stuck = False
         self._prepared = 0  # serial of the lease whose update was undone
         self._ended = -1  # serial of the lease under which the rank was quarantined by all
         self._voted: tuple[int, int, bool] = (0, 0, False)  # serial, resumes, in a resume
@@ -324,7 +330,6 @@ class RankLease:
             or agreement.is_stuck
             or agreement.is_called
             or self._beside
-            or self._stuck
             or (lease is not None and has_expired(lease))
         )
 
@@ -344,21 +349,25 @@ class RankLease:
             else (lease.serial if lease else 0) == serial
             and (lease is None or has_expired(lease) or _stays_partial(lease))
         )
-        agreement.exchange(keeps=keeps, stuck=self._stuck and core.is_paused)
+        agreement.exchange(
+            keeps=keeps,
+            pausing=core.is_paused and not core.is_complete,
+            over=self._beside if lease is None else has_expired(lease),
+        )
 
     def look(self) -> None:
         """Does what the lease's state requires. Called on the core's thread."""
         lease, agreement, core = self._page.lease(), self._agreement, self._core
-        self._stuck = False
         if agreement.state is _S.DECIDED:
             self._carry_out(lease)
             return
         if not core.is_paused:
             self._beside = False
-            if agreement.is_stuck:
+            over = lease is not None and has_expired(lease) and not lease.resuming
+            if agreement.is_stuck or (over and agreement.is_pausing):
                 self._beside = True
                 core.pause()
-            elif lease is not None and has_expired(lease) and not lease.resuming:
+            elif lease is not None and over:
                 self._write(lease, "resumed", "the engine is not paused")
             return
         if not (has_expired(lease) if lease is not None else self._beside):
@@ -368,7 +377,6 @@ class RankLease:
                     self._vote(lease, whole=False)
             return
         if not core.is_complete:
-            self._stuck = True
             return
         with self._lock:
             if agreement.state is _S.HELD and (lease is None or lease.serial != self._ended):

@@ -16,6 +16,7 @@ from bus.errors import EngineError, wrong_state
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.protocol.core.effects import Note
+from bus.protocol.engine.lease import LeaseState
 from bus.protocol.engine.operations import Restore
 from bus.protocol.engine.pause import EnginePauseState
 from sidecar.shared_pages.pause_lease import (
@@ -28,6 +29,7 @@ from sidecar.shared_pages.pause_lease import (
 )
 
 if TYPE_CHECKING:
+    from bus.protocol.engine.calls import SessionEffect
     from bus.protocol.engine.session import EngineSession
     from sidecar.engine import Engine
 
@@ -52,12 +54,13 @@ class PauseLeaseWriter:
         self._serials = count(secrets.randbits(_SERIAL_BITS) + 1)
         self._serial = 0
         self._outcome: LeaseOutcome | None = None  # of the present pause: the engine has ended it
+        self._waits_for = ""  # why the engine can't end the present pause, as logged
 
     def begin_pause(self) -> None:
         """Makes the next write begin a new lease, because the engine is about to be paused."""
         self._serial = 0
 
-    def write(self, now_ms: float) -> list[Note]:
+    def write(self, now_ms: float) -> list[SessionEffect]:
         """Writes the lease of the engine's pause; removes it if the engine is not paused.
 
         If the engine has ended the pause by itself, the session's state is corrected as soon as no
@@ -67,7 +70,7 @@ class PauseLeaseWriter:
             now_ms: the session's time, in ms.
 
         Returns:
-            Notes for the log.
+            What follows from the engine's decision: notes for the log, and a call.
         """
         if self._session.pause.state is EnginePauseState.RUNNING:
             self._serial, self._outcome = 0, None
@@ -102,7 +105,7 @@ class PauseLeaseWriter:
         session, engine = self._session, self._engine
         if runs_on and session.admission.closed and not session.update.partial:
             await engine.admit(open=True)  # no sidecar is left that would open it
-        if session.phase == "paused" and not session.lease.peers:
+        if session.phase == "paused" and not session.lease.has_peers:
             await engine.resume()
             engine.write_pause_lease(None)
 
@@ -153,26 +156,26 @@ class PauseLeaseWriter:
         }
         return Note("found_paused", "warning", fields)
 
-    def _on_outcome(self, end: LeaseOutcome, now_ms: float) -> list[Note]:
+    def _on_outcome(self, end: LeaseOutcome, now_ms: float) -> list[SessionEffect]:
         session = self._session
-        if end.state == "waiting":
+        fields: dict[str, object] = {"update_id": session.pause.update_id}
+        known = session.lease.state is LeaseState.SETTLED
+        if end.state == "waiting" or (end.state == "quarantined" and known):
             over_ms = session.lease.over_ms
             if over_ms is None or over_ms <= now_ms:
-                return []
+                if end.state != "waiting" or end.reason in ("", self._waits_for):
+                    return []
+                self._waits_for = end.reason
+                return [Note("lease_undecided", "warning", {**fields, "waits_for": end.reason})]
             # The broker is reachable again, and controls the pause as before.
+            effects: list[SessionEffect] = []
         elif end.state == "resumed":
-            session.found_running()
+            effects = session.on_core_resumed(now_ms)
         else:
-            partial = {*session.update.partial, session.update.part_in_place or "model"}
-            session.on_found_paused(
-                session.pause.update_id,
-                0.0,
-                now_ms,
-                partial=partial,
-                asleep=not session.memory.awake,
-            )
-        self._serial = 0
-        return [Note("engine_decided", "warning", {"state": end.state, "reason": end.reason})]
+            effects = session.on_core_quarantined(now_ms)
+        self._serial, self._waits_for = 0, ""
+        fields |= {"state": end.state, "reason": end.reason}
+        return [Note("engine_decided", "warning", fields), *effects]
 
     def _lease(self, now_ms: float) -> PauseLease:
         session, update = self._session, self._session.update

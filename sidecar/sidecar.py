@@ -24,11 +24,9 @@ from bus.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
-    LeaseVote,
     Message,
     Nack,
     NackCode,
-    PeerRanks,
     Restart,
     codec,
 )
@@ -43,7 +41,6 @@ from bus.protocol.engine.calls import (
     CallCommit,
     CallEscalate,
     CallPause,
-    SendToPeers,
     SessionEffect,
 )
 from bus.protocol.engine.session import EngineSession
@@ -55,7 +52,6 @@ from sidecar.departure import Departure
 from sidecar.dispatch import dispatch
 from sidecar.engine import START_ANSWER_S, answers_within
 from sidecar.pause_lease import PauseLeaseWriter
-from sidecar.peer_links import PeerLinks
 from sidecar.supervised_tasks import SupervisedTasks
 
 if TYPE_CHECKING:
@@ -136,7 +132,6 @@ class Sidecar:
         self._security = security(key, broker_key, insecure=insecure)
         self._transport, self._scheduler, self._link_config = transport, scheduler, link_config
         self._peer: PeerClient | None = None
-        self._peer_links: PeerLinks | None = None  # to the other ranks of its DP group
         self._tasks = SupervisedTasks(self._on_task_failed)
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
@@ -166,8 +161,6 @@ class Sidecar:
                 version=version,
                 draft=self.info.draft,
                 closed=self.info.closed,
-                dp_group=self.dp_group,
-                dp_rank=self.info.dp_rank,
                 dp_size=self.info.dp_size,
             )
             self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
@@ -178,22 +171,10 @@ class Sidecar:
                 with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
                     found = await self._lease_writer.take_over(left, scheduler.now_ms())
             self.session.admission.closed |= self.info.booted_closed  # opened after the join
-            boot = new_boot()
-            if self.info.dp_size > 1:
-                self._peer_links = PeerLinks(
-                    self.name,
-                    boot,
-                    group=self.group,
-                    dp_group=self.dp_group,
-                    dp_rank=self.info.dp_rank,
-                    broker=self._broker,
-                    security=self._security,
-                    on_vote=self._on_vote,
-                )
             self._peer = PeerClient(
                 name=self.name,
                 group=self.group,
-                boot=boot,
+                boot=new_boot(),
                 broker=self._broker,
                 security=self._security,
                 transport=self._transport,
@@ -280,8 +261,6 @@ class Sidecar:
                 finally:
                     await self._tasks.cancel()
                     self._ended.set()
-                    if self._peer_links is not None:
-                        self._peer_links.close()
                     await self.engine.close()
 
     # -- messages that the link sends ------------------------------------------
@@ -298,7 +277,6 @@ class Sidecar:
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,
-            peer_address=self._peer_links.address if self._peer_links else "",
         )
         return codec.clip(Join("engine", HOST, os.getpid(), facts, None))
 
@@ -322,14 +300,8 @@ class Sidecar:
             self._departure.on_ack(message)
             self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
             self._perform(self.session.on_group_version(message.version, self._client.now_ms()))
-        elif isinstance(message, PeerRanks) and self._peer_links is not None:
-            self._peer_links.connect_peers(message)
         elif isinstance(message, Restart):
             self._restart(envelope.epoch, message.reason)
-
-    def _on_vote(self, vote: LeaseVote) -> None:
-        if self._peer is not None:
-            self._perform(self.session.on_lease_vote(vote, self._client.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
         """Ends this sidecar, so that its supervisor restarts it and its stuck engine."""
@@ -355,9 +327,6 @@ class Sidecar:
                 peer.send(codec.clip(effect.message), reply_to=effect.reply_to)
             elif isinstance(effect, Note):
                 peer.note(effect)
-            elif isinstance(effect, SendToPeers):
-                if self._peer_links is not None:
-                    self._peer_links.send(effect.vote, effect.ranks)
             elif isinstance(effect, CallEscalate):
                 self._tasks.start(self._escalate(effect))
             elif isinstance(effect, CallCancel):
@@ -373,8 +342,9 @@ class Sidecar:
             peer.arm_by(due_ms)
 
     def _write_lease(self) -> None:
-        for note in self._lease_writer.write(self._client.now_ms()):
-            self._client.note(note)
+        effects = self._lease_writer.write(self._client.now_ms())
+        if effects:  # the engine has ended the pause by itself
+            self._perform(effects)
 
     # -- engine calls -----------------------------------------------------------
 

@@ -13,7 +13,6 @@ from bus.messages.types import (
     Count,
     Features,
     KvConnectors,
-    LeasePosition,
     LongText,
     Message,
     Name,
@@ -93,7 +92,6 @@ class EngineFacts(EngineProperties, frozen=True, kw_only=True):
     version: Serial
     phase: Phase
     update_id: UpdateId
-    peer_address: ShortText
     closed: bool = False
     run: ShortText = ""
     pd_role: PdRole = ""
@@ -218,50 +216,6 @@ class HeartbeatAck(Message, frozen=True):
     version: Count
     held: UpdateId
     closed: bool = False
-
-
-class PeerRank(Struct, frozen=True):
-    """One rank of a DP group, as its peer ranks reach it.
-
-    Attributes:
-        name: the engine's name on the bus.
-        dp_rank: the rank's number.
-        address: the address of the rank's sidecar; empty: none.
-        key: the public key of the rank's sidecar; empty if the broker has no keys.
-        boot: identifies the life of the rank's sidecar; 0: unknown.
-    """
-
-    name: Name
-    dp_rank: Count
-    address: ShortText
-    key: ShortText
-    boot: Serial = 0
-
-
-class PeerRanks(Message, frozen=True):
-    """Broker to engine: all ranks of its DP group. Sent once the DP group is complete."""
-
-    peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
-
-
-class LeaseVote(Message, frozen=True):
-    """Engine to its peer ranks: its position when a pause lease is over.
-
-    Attributes:
-        dp_group: the DP group.
-        dp_rank: the number of the rank that votes.
-        position: the rank's position; see :mod:`bus.protocol.engine.lease`.
-        pause_id: the pause that the rank is in, or was in last.
-        version: the version that the rank serves.
-        asks: True: the receiver must answer with its own vote. False: this is such an answer.
-    """
-
-    dp_group: Name
-    dp_rank: Count
-    position: LeasePosition
-    pause_id: UpdateId
-    version: Serial
-    asks: bool
 
 
 class Leave(Message, frozen=True):

@@ -45,8 +45,6 @@ MESSAGES: Final = (
     MessageEntry(membership.Heartbeat, "HEARTBEAT", _ALL),
     MessageEntry(membership.CoreStatus, "CORE_STATUS", _ENGINE),
     MessageEntry(membership.HeartbeatAck, "HEARTBEAT_ACK"),
-    MessageEntry(membership.PeerRanks, "PEER_RANKS"),
-    MessageEntry(membership.LeaseVote, "LEASE_VOTE"),
     MessageEntry(membership.Leave, "LEAVE", _ALL),
     MessageEntry(membership.Restart, "RESTART"),
     MessageEntry(pause.PauseLocal, "PAUSE_LOCAL", _TRAINER, Step.PAUSE_LOCAL),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from bus.messages import PauseMode, ProbeResult, SleepLevel
     from bus.protocol.engine.operations import UpdateOperation
+    from sidecar.embedded.parallel.lease import EmbeddedLease
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.qwen3 import Exchange, Qwen3Config
     from sidecar.embedded.sampling import SamplingParams
@@ -125,6 +126,7 @@ class EmbeddedEngine:
         self._ids = itertools.count(1)
         self._core: EngineCore | None = None
         self._updater: Updater | None = None
+        self._lease: EmbeddedLease | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: asyncio.Future[str] | None = None
         self._burial: asyncio.Task[None] | None = None
@@ -207,9 +209,9 @@ class EmbeddedEngine:
         """Returns what the core's status page shows now; None after the engine's end."""
         return None if self._closed else self._page.view()
 
-    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002
-        """Returns None: an engine that ends with its sidecar needs no lease."""
-        return None
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        """Writes the pause lease of a rank; an engine alone needs none."""
+        return None if self._lease is None else self._lease.page.write_lease(lease)
 
     def abandoned_pause(self) -> AbandonedPause | None:
         """Returns None: the engine ends with its sidecar, so no pause is left behind."""
@@ -380,6 +382,7 @@ class EmbeddedEngine:
         self._updater = Updater(self._core)
         if self._rank is not None:
             await self._rank.ready()
+            self._lease = self._rank.watch_lease(self._updater)
         self._core.start()
 
     def _started(self) -> EngineCore:

@@ -311,18 +311,18 @@ class Updater:
     def wake(self) -> None:
         """Allocates all memory again, and resumes the core."""
         self._core.require_paused("wake")
-        self._require_whole()
+        self.require_whole()
         self._core.memory.wake()
         self._core.resume()
 
     def resume(self) -> None:
         """Resumes the core, unless an update is open, or weights are incomplete."""
-        self._require_whole()
+        self.require_whole()
         self._core.resume()
 
-    def _require_whole(self) -> None:
-        in_place = self._state is not UpdaterState.IDLE and not self.staged
-        if in_place or self._foreign:
+    def require_whole(self) -> None:
+        """Rejects a resume while an update in a pause is open, or weights are incomplete."""
+        if self._foreign or not (self.staged or self._state is UpdaterState.IDLE):
             mixed = ", with weights that are not the version's" if self._foreign else ""
             raise wrong_state(f"resume while an update is {self._state.value}{mixed}")
 

@@ -236,6 +236,34 @@ class PauseLeasePage:
             self.path.unlink(missing_ok=True)
 
 
+class LeaseInMemory:
+    """The pause lease and the outcome of an engine core in the sidecar's own process."""
+
+    def __init__(self) -> None:
+        self._lease: PauseLease | None = None
+        self._outcome: LeaseOutcome | None = None
+
+    def lease(self) -> PauseLease | None:
+        """Returns the sidecar's lease; None if the engine is not paused."""
+        return self._lease
+
+    def write_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        """Writes the lease, unless the core has acted on its end; then returns the outcome."""
+        end = self._outcome
+        if lease is not None and end is not None and end.serial == lease.serial:
+            return end
+        self._lease = lease
+        return None
+
+    def outcome(self) -> LeaseOutcome | None:
+        """Returns what the core last did because a lease was over; None: nothing yet."""
+        return self._outcome
+
+    def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
+        """Writes what the core did when a lease was over; see :class:`PauseLeasePage`."""
+        self._outcome = LeaseOutcome(serial, state, reason)
+
+
 def _decode(record: TwoSlotRecord, kind: Any) -> Any:
     body = record.read()
     return None if body is None else msgspec.msgpack.decode(body, type=kind)

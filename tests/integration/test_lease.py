@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
 
 from bus.errors import EngineError, WavebusError
-from bus.keys import read_keyring
 from bus.messages import NackCode
 from bus.protocol.core.config import BrokerConfig
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from sidecar.engine import EngineInfo
+from sidecar.lease_agreement import LeaseAgreement, RankLease
+from sidecar.shared_pages.pause_lease import LeaseInMemory
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate, held_pause
 from tests.support.broker import a_broker
-from tests.support.keys import KeyFolder
+from tests.support.lease_store import LeaseStore
 from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from bus.messages import LeasePosition, LeaseVote
+    from bus.messages import PauseMode
     from bus.protocol.engine.operations import LoadChunk, Restore
+    from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLease
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
 __all__ = ["moe"]
 
-Secured: TypeAlias = KeyFolder | None
-
+PERIOD_S: Final = 0.05
 TIMEOUT_S = 120.0
 FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=4000, retry_ms=100)
 # On a loaded machine this process may get no processor for some seconds.
@@ -46,9 +46,13 @@ class Rank(ByStep, StubEngine):
     """One of two, which tells what it is asked to do. Its load of a chunk waits for ``may_load``;
     one that ``fails`` then finds that the chunk never came."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, store: LeaseStore) -> None:
         self.rank = rank
         self.fails = False
+        self.page = LeaseInMemory()
+        self.core = Core(self)
+        votes = LeaseAgreement(rank, 2, store)
+        self.lease = RankLease(self.core, self.page, votes, lambda *_: None)
         self.loading = asyncio.Event()
         self.may_load = asyncio.Event()
         self.restoring = asyncio.Event()
@@ -60,8 +64,20 @@ class Rank(ByStep, StubEngine):
     async def start(self) -> EngineInfo:
         return EngineInfo("stub", "test", "none", self.rank, 2, 1, ("shm",), "")
 
-    async def resume(self) -> None:
-        self.resumed.set()
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        return self.page.write_lease(lease)
+
+    async def run_core(self) -> None:
+        """As the core's own threads do, whatever the sidecar does."""
+        while True:
+            self.lease.exchange()
+            if self.lease.is_due():
+                self.lease.look()
+            await asyncio.sleep(PERIOD_S)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
+        self.core.is_paused = True
+        return 0
 
     async def on_load(self, chunk: LoadChunk) -> None:
         self.loading.set()
@@ -79,74 +95,79 @@ class Rank(ByStep, StubEngine):
         self.aborted.set()
         return 0
 
+    async def waits(self, reason: str) -> None:
+        """Until its core has written that it waits, and why."""
+        await until(lambda: reason in getattr(self.page.outcome(), "reason", ""))
+        end = self.page.outcome()
+        assert end is not None
+        assert end.state == "waiting"
+
+
+class Core:
+    """Implements :class:`sidecar.lease_agreement.RankCore`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.resumes = 0
+        self.is_resuming = self.is_paused = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_paused
+
+    def pause(self) -> None:
+        raise AssertionError("both ranks are paused by their sidecars")
+
+    def prepare(self, lease: PauseLease) -> None:
+        assert not lease.begun, "the sidecar undoes it first"
+
+    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002
+        self.is_paused = False
+        self.resumes += 1
+        self._rank.resumed.set()
+
+    def quarantine(self) -> None:
+        self._rank.aborted.set()
+
 
 class Pair:
     """Two ranks with their sidecars, a trainer, and a broker that can be lost."""
 
-    def __init__(self, secured: Secured) -> None:
-        self.ranks = [Rank(0), Rank(1)]
+    def __init__(self) -> None:
+        store = LeaseStore()
+        self.ranks = [Rank(0, store), Rank(1, store)]
         self.sidecars: list[Sidecar] = []
-        self._secured = secured
-        self._words: list[asyncio.Queue[LeasePosition]] = [asyncio.Queue(), asyncio.Queue()]
+
+    async def reach(self, *phases: str) -> None:
+        """Until the sidecars have found out, too."""
+        await until(lambda: [each.session.phase for each in self.sidecars] == list(phases))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[TrainerAgent]:
-        keys = self._secured
-        engine_key = keys.make("engine", "engine") if keys else None
-        trainer_key = keys.make("trainer", "trainer") if keys else None
-        public = keys.public if keys else None
-        keyring = read_keyring(keys.broker) if keys else None
         async with contextlib.AsyncExitStack() as stack:
-            broker = a_broker(keyring=keyring, config=FAST)
-            self.broker, address = await stack.enter_async_context(broker)
+            self.broker, address = await stack.enter_async_context(a_broker(config=FAST))
             for rank in self.ranks:
-                sidecar = Sidecar(
-                    rank,
-                    broker=address,
-                    name=f"e{rank.rank}",
-                    dp_group="moe",
-                    key=engine_key,
-                    broker_key=public,
-                )
+                core = asyncio.create_task(rank.run_core())
+                stack.callback(core.cancel)
+                sidecar = Sidecar(rank, broker=address, name=f"e{rank.rank}", dp_group="moe")
                 self.sidecars.append(await stack.enter_async_context(sidecar))
-                self._overhear(sidecar)
-            trainer = TrainerAgent(
-                address,
-                name="trainer",
-                lease_ms=LEASE_MS,
-                timeout_s=60,
-                key=trainer_key,
-                broker_key=public,
-            )
+            trainer = TrainerAgent(address, name="trainer", lease_ms=LEASE_MS, timeout_s=60)
             agent = await stack.enter_async_context(trainer)
             await agent.wait_for_engines(2)
             yield agent
 
-    async def answer_of(self, rank: int) -> LeasePosition:
-        """What its peer rank hears of it next."""
-        return await self._words[rank].get()
 
-    def _overhear(self, sidecar: Sidecar) -> None:
-        link = sidecar._peer_links
-        assert link is not None
-        heard = link._on_vote
-
-        def on_vote(word: LeaseVote) -> None:
-            heard(word)
-            self._words[word.dp_rank].put_nowait(word.position)
-
-        link._on_vote = on_vote
+async def until(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(PERIOD_S)
 
 
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer tries for long to undo what it began, and here nobody will answer."""
     monkeypatch.setattr("trainer_agent.guaranteed_delivery.CLEANUP_S", 0.1)
-
-
-@pytest.fixture(params=["open", "keys"])
-def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Secured:
-    return KeyFolder(tmp_path) if request.param == "keys" else None
 
 
 async def held(agent: TrainerAgent, paused: asyncio.Event) -> None:
@@ -176,26 +197,28 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 @pytest.mark.ci
-def test_ranks_without_a_broker_resume_together(secured: Secured) -> None:
-    """Also where keys are needed: each peer rank's are known."""
+def test_ranks_without_a_broker_resume_together() -> None:
+    """Their cores agree; each sidecar reads that on its page."""
 
     async def scenario() -> None:
-        pair, paused = Pair(secured), asyncio.Event()
+        pair, paused = Pair(), asyncio.Event()
         async with pair.running() as agent, beside(held(agent, paused)):
             await paused.wait()
             pair.broker.close()
             for rank in pair.ranks:
                 await rank.resumed.wait()
+            await pair.reach("running", "running")
+            assert [rank.core.resumes for rank in pair.ranks] == [1, 1]
 
     run(scenario())
 
 
 @pytest.mark.ci
 def test_a_rank_waits_for_a_peer_that_has_something_to_undo() -> None:
-    """Its own lease is over, and nothing of its own is left: it is the peer's word that lacks."""
+    """Its own lease is over, and nothing of its own is left: it is the peer's vote that lacks."""
 
     async def scenario() -> None:
-        pair = Pair(None)
+        pair = Pair()
         first, second = pair.ranks
         first.fails = second.fails = True
         second.may_restore.clear()
@@ -206,8 +229,7 @@ def test_a_rank_waits_for_a_peer_that_has_something_to_undo() -> None:
             for rank in pair.ranks:
                 rank.may_load.set()
                 await rank.restoring.wait()
-            while await pair.answer_of(1) != "pausing":  # asked by a rank that is clean
-                pass
+            await first.waits("rank 1 has not voted")
             assert pair.sidecars[0].session.phase == "paused"
             assert not first.resumed.is_set()
             second.may_restore.set()
@@ -223,8 +245,8 @@ def test_a_rank_that_loaded_a_part_keeps_its_peer_paused() -> None:
     """The other one has loaded nothing; alone it would resume. Its requests are ended, too."""
 
     async def scenario() -> None:
-        pair = Pair(None)
-        second = pair.ranks[1]
+        pair = Pair()
+        first, second = pair.ranks
         second.fails = True
         async with pair.running() as agent, beside(update(agent)):
             for rank in pair.ranks:
@@ -235,9 +257,8 @@ def test_a_rank_that_loaded_a_part_keeps_its_peer_paused() -> None:
             await second.restoring.wait()
             for rank in pair.ranks:
                 await rank.aborted.wait()
-            assert await pair.answer_of(0) == "partial"
-            phases = [each.session.phase for each in pair.sidecars]
-            assert phases == ["quarantined", "paused"]
+            await pair.reach("quarantined", "paused")
+            assert not first.resumed.is_set()
             assert not second.resumed.is_set()
 
     run(scenario())

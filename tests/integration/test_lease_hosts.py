@@ -7,6 +7,7 @@ namespaces.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sidecar.shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
+from tests.integration.conftest import TIMES
+from tests.support.checkpoints import Checkpoint, make_checkpoint
+from tests.support.procs import ROOT, Proc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,3 +122,52 @@ def test_ranks_on_two_hosts_resume_once_and_together(
             each.stdin.close()
             assert each.stdout is not None
             assert "resumed 2" not in each.stdout.read()
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=8, experts=4)
+
+
+def on(host: str, *words: str) -> Proc:
+    return Proc("ip", "netns", "exec", host, *words, env={"WAVEBUS_INSECURE": "1"})
+
+
+ASK = """
+import sys
+from tests.integration.test_killed import generate
+print(len(generate(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_embedded_ranks_on_two_hosts_generate_again(hosts: list[str], moe: Checkpoint) -> None:
+    """With their sidecars; the broker and the trainer are killed in a pause of both."""
+    first, _ = ADDRESSES
+    wavebus = (sys.executable, "-m", "bus.cli.main")
+    with contextlib.ExitStack() as stack:
+        listen = ("--listen", f"tcp://{first}:*", *TIMES)
+        broker = stack.enter_context(on(hosts[0], *wavebus, "broker", *listen))
+        address = broker.first_line()
+        for number, (host, own) in enumerate(zip(hosts, ADDRESSES, strict=True)):
+            which = ("--dp-rank", str(number), "--dp-master", f"{first}:29513", "--host", own)
+            words = ("--dp-size", "2", "--dp-group", "moe", *which, "--model", str(moe.folder))
+            bus = ("--broker", address)
+            rank = on(host, *wavebus, "sidecar", *bus, "--engine", "embedded", *words)
+            stack.enter_context(rank)
+        for _ in range(2):
+            broker.wait_event("peer_joined", role="engine")
+        script = ROOT / "tests" / "support" / "held_pause.py"
+        shown = on(hosts[0], *wavebus, "status", "--broker", address, "--json")
+        stack.enter_context(shown)
+        assert shown.process.stdout is not None
+        status = json.loads(shown.process.stdout.read())
+        endpoints = [each["endpoint"] for each in status["groups"][0]["engines"]]
+        trainer = stack.enter_context(on(hosts[0], sys.executable, str(script), address))
+        assert trainer.first_line() == "paused"
+        broker.kill()
+        trainer.kill()
+        assert len(endpoints) == 2
+        for endpoint in endpoints:
+            asks = stack.enter_context(on(hosts[0], sys.executable, "-c", ASK, endpoint))
+            assert asks.first_line() == "8"

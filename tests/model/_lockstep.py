@@ -267,8 +267,9 @@ class Rank(SimEngine):
             super()._begin(call)
             return
         self.calls.append(call)
-        self.truth.begin(call)
         self.running_call = call
+        self.lease.begin(call)
+        self.truth.begin(call)
 
         def returned() -> None:
             if self.alive and self.running_call is call:
@@ -281,6 +282,10 @@ class Rank(SimEngine):
             self.put(lambda: self._pause(call.mode, returned))
         else:
             self.put(lambda: self._resume(returned))
+
+    def resume_by_core(self) -> None:
+        super().resume_by_core()
+        self.put(lambda: self._resume(lambda: None))
 
     def _escalate(self, call: CallEscalate) -> None:
         self.session.pause.on_escalated(

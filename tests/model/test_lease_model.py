@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from sidecar.lease_agreement import AgreementState, LeaseAgreement, RankLease
 from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLease
+from tests.support.lease_store import LeaseStore
 
 if TYPE_CHECKING:
     from sidecar.shared_pages.pause_lease import OutcomeState
@@ -27,35 +28,6 @@ KINDS = (
 )
 SCHEDULES = 3000
 STEPS = 60
-
-
-class Store:
-    """A store of the ranks, which is lost with rank 0."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.lost = False
-
-    def set(self, key: str, value: str) -> None:
-        self._require()
-        self.values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        self._require()
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        self._require()
-        return all(key in self.values for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self._require()
-        assert not expected
-        return self.values.setdefault(key, desired.encode())
-
-    def _require(self) -> None:
-        if self.lost:
-            raise ConnectionError("rank 0 is gone")
 
 
 class Page:
@@ -138,7 +110,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.size = self.random.choice((2, 2, 3))
-        self.store = Store()
+        self.store = LeaseStore()
         self.reach: Counter[str] = Counter()
         self.serial = 0
         self.ranks = [Rank(self, number) for number in range(self.size)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
@@ -23,7 +22,6 @@ from bus.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
-    LeaseVote,
     Message,
     Nack,
     NackCode,
@@ -44,7 +42,6 @@ from bus.protocol.engine.calls import (
     CallResult,
     CallResume,
     CallStrengthenPause,
-    SendToPeers,
     SessionEffect,
 )
 from bus.protocol.engine.operations import (
@@ -59,6 +56,7 @@ from bus.protocol.engine.session import EngineSession
 from bus.runtime.peer import PeerClient, route_of
 from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.ground_truth import GroundTruth, InvariantViolation
+from tests.sim.rank_lease import SimLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -146,18 +144,16 @@ class SimEngine:
             name,
             version=version,
             draft=draft,
-            dp_group=self.dp_group,
-            dp_rank=dp_rank,
             dp_size=dp_size,
         )
         self._find_peer_rank = find_peer_rank
+        self.lease = SimLease(self)
         self.alive = True
         self.lease_ran_out = False  # in the pause under way
         self.aborted_update = ""  # the update that it left when its lease ran out
         self.pause_failed = False  # its last pause call failed
         self.highest_epoch = 0
         self.commands: list[Message] = []
-        self.votes: list[LeaseVote] = []  # to peer ranks
         self.sent: list[Ack | Nack] = []
         self.notes: list[Note] = []
         self.calls: list[Call] = []
@@ -241,7 +237,6 @@ class SimEngine:
             version=session.version,
             phase=session.phase,
             update_id=session.shown_id,
-            peer_address="",
             closed=session.admission.closed,
             run=self.peer.link.run or f"{self.boot:x}",
         )
@@ -322,8 +317,6 @@ class SimEngine:
                 self._escalate(effect)
             elif isinstance(effect, CallCancel):
                 self._cancel_swap()
-            elif isinstance(effect, SendToPeers):
-                self._send_to_peers(effect)
             elif isinstance(effect, Note):
                 if effect.event == "lease_expired":
                     self.lease_ran_out = True
@@ -332,27 +325,16 @@ class SimEngine:
                 self.peer.note(effect)
             else:
                 self._begin(effect)
+        if self.running_call is None and (decided := self.lease.write()):
+            self._perform(decided)
         self.peer.arm()
-
-    def _send_to_peers(self, effect: SendToPeers) -> None:
-        """Over the direct link of its DP group, which is as bad as the broker's."""
-        self.votes += [effect.vote] * len(effect.ranks)
-        for rank in effect.ranks:
-            peer = self._find_peer_rank(self.dp_group, rank)
-            if peer is not None:
-                deliver = partial(peer.on_lease_vote, effect.vote)
-                self.process.direct(self.route, peer.route, deliver)
-
-    def on_lease_vote(self, vote: LeaseVote) -> None:
-        """A peer rank's word has come."""
-        self.process.run(
-            lambda: self._perform(self.session.on_lease_vote(vote, self.process.now_ms()))
-        )
 
     def _begin(self, call: Call) -> None:
         self.calls.append(call)
-        self.truth.begin(call)
         self.running_call = call
+        refused = self.lease.begin(call)
+        if not refused:
+            self.truth.begin(call)
         if isinstance(call, SwapStaged):
             self.swapped = False
             self.swap_cancelled = self._injected_failure(call) is not None
@@ -360,7 +342,7 @@ class SimEngine:
             self.lease_ran_out = False
             self.pause_failed = False
         behaviour = self.behaviour
-        if type(call) in behaviour.hold:
+        if type(call) in behaviour.hold and not refused:
             self._timer = None
             return
         if isinstance(call, SwapStaged) and not self.swap_cancelled:
@@ -382,6 +364,12 @@ class SimEngine:
     # -- swaps ----------------------------------------------------------------------
 
     @property
+    def other_ranks(self) -> list[SimEngine | None]:
+        """Of its DP group, those that live; None: it is gone."""
+        others = [rank for rank in range(self.dp_size) if rank != self.dp_rank]
+        return [self._find_peer_rank(self.dp_group, rank) for rank in others]
+
+    @property
     def can_swap(self) -> bool:
         """Whether it waits for the others at the step that they all are at."""
         waits = isinstance(self.running_call, SwapStaged) and not (
@@ -394,10 +382,7 @@ class SimEngine:
         nobody."""
         if self.running_call is not call or self.swapped or self.swap_cancelled:
             return
-        others = [
-            self._find_peer_rank(self.dp_group, k) for k in range(self.dp_size) if k != self.dp_rank
-        ]
-        ranks = [self, *(other for other in others if other is not None)]
+        ranks = [self, *(other for other in self.other_ranks if other is not None)]
         alone = self.dp_size == 1
         if alone or (len(ranks) == self.dp_size and all(rank.can_swap for rank in ranks)):
             for rank in ranks:
@@ -405,6 +390,10 @@ class SimEngine:
             return
         now_ms = self._scheduler.now_ms()
         self._timer = self._scheduler.call_at(now_ms + STEP_MS, lambda: self._confer(call))
+
+    def resume_by_core(self) -> None:
+        """All ranks have agreed: without a word of the sidecar's."""
+        self.truth.on_core_resumed()
 
     def swap(self, version: int) -> None:
         """All ranks are ready: now."""
@@ -447,7 +436,8 @@ class SimEngine:
             return
         self.running_call = None
         self.returned_ms = self._scheduler.now_ms()
-        error = self.truth.refusal(call)
+        refused = self.lease.refusal
+        error = refused or self.truth.refusal(call)
         self.swapped = False
         if isinstance(call, SwapStaged):
             cancelled = EngineError("it was called off", code=NackCode.CALLED_OFF)
@@ -456,7 +446,8 @@ class SimEngine:
             error = self._injected_failure(call)
         now_ms = self._scheduler.now_ms()
         if error is not None:
-            self.truth.fail(call)
+            if refused is None:
+                self.truth.fail(call)
             self.pause_failed = self.pause_failed or isinstance(call, CallPause)
             failure = Failure(error.code, error.detail, tensor=error.tensor)
             self._perform(self.session.on_call_failed(call, failure, now_ms))

@@ -230,6 +230,13 @@ class GroundTruth:
         self.idle = False
         self.running = True
 
+    def on_core_resumed(self) -> None:
+        """Its core has resumed it, with all ranks; admission is left as it is."""
+        self._begin_resume(asleep=True)
+        self.asleep.clear()
+        self.to_clear = False
+        self.resumes += 1
+
     def _check_admission(self, *, opens: bool) -> None:
         """Who is resumed serves, unless it is behind."""
         is_stale = self.version < self.group_version

@@ -60,11 +60,6 @@ class Process:
         """The broker's end of the network."""
         return Server(self, self._network, self._network.server())
 
-    def direct(self, own: bytes, other: bytes, deliver: Callable[[], None]) -> None:
-        """Send over a link of two peers, which is as bad as the broker's; by their routes."""
-        self.on_send()
-        self._network.carry_between(own, other, deliver)
-
     # -- what happens to it -----------------------------------------------------------
 
     def run(self, action: Callable[[], None]) -> None:

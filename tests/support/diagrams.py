@@ -26,6 +26,7 @@ from bus.protocol.engine import pause as engine_pause
 from bus.protocol.group import pause, sleep, update
 from bus.protocol.trainer import chunk_window, pause_window
 from bus.protocol.trainer import update as trainer_update
+from sidecar import lease_agreement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +82,9 @@ def diagrams() -> dict[str, str]:
             engine_pause.TRANSITIONS, engine_pause.EnginePauseState.RUNNING
         ),
         "engine-lease": state_diagram(lease.TRANSITIONS, lease.LeaseState.FREE),
+        "lease-agreement": state_diagram(
+            lease_agreement.TRANSITIONS, lease_agreement.AgreementState.HELD
+        ),
         "engine-memory": state_diagram(memory.TRANSITIONS, memory.MemoryState.AWAKE),
         "engine-update": state_diagram(
             update_states.TRANSITIONS, update_states.EngineUpdateState.NONE

@@ -168,12 +168,6 @@ class Rank:
         end = page.outcome()
         return dataclasses.asdict(end) if end is not None and end.serial == serial else None
 
-    async def do_hide_page(self, hidden: bool) -> None:
-        """So that no other rank can read it."""
-        (page,) = self._engine._core._lease_pages
-        away = page.path.with_suffix(".away")
-        page.path.rename(away) if hidden else away.rename(page.path)
-
     async def do_view(self) -> dict[str, Any] | None:
         view = self._engine.core_view()
         return None if view is None else {**dataclasses.asdict(view), "age_ms": view.age_ms()}

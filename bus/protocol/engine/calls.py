@@ -153,15 +153,7 @@ Call: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SendToPeers:
-    """Effect: send a lease vote to these peer ranks, over the direct link."""
-
-    vote: m.LeaseVote
-    ranks: tuple[int, ...]
-
-
-SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancel | SendToPeers
+SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancel
 # The result of a call. Pause: how many requests the engine has. Probe: its results.
 CallResult: TypeAlias = int | ops.Done | tuple[m.ProbeResult, ...] | None
 

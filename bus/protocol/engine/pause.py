@@ -64,13 +64,12 @@ class EnginePauseEvent(StrEnum):
 _S, _E = EnginePauseState, EnginePauseEvent
 
 # Beside each row: the engine call, or the answer. A command that has to wait is queued:
-# RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while peer ranks count on this pause
+# RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while cores decide how this pause ends
 # (:mod:`bus.protocol.engine.lease`). So is what a PAUSE_LOCAL in PAUSING wants dropped beyond the
 # pause under way. When the time of a `wait` is over, pause(escalate) is called beside it.
 # A PAUSE_LOCAL with `one_phase` is PAUSE_LOCAL without its ack, followed by PAUSE_GLOBAL.
 TRANSITIONS: Final[dict[tuple[EnginePauseState, EnginePauseEvent], EnginePauseState]] = {
-    # pause(mode, clear_cache); ack pause_local when it is issued. For a peer rank's pause, which
-    # can't return without it, pause(keep).
+    # pause(mode, clear_cache); ack pause_local when it is issued.
     (_S.RUNNING, _E.PAUSE_ASKED): _S.PAUSING,
     (_S.UNKNOWN, _E.PAUSE_ASKED): _S.PAUSING,
     # strengthen(aborts, clears): another PAUSE_LOCAL wants more dropped; ack pause_local at once
@@ -118,11 +117,11 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
 
     def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[c.SessionEffect]:
         """Executes PAUSE_LOCAL: pauses the engine, or strengthens the pause that it is in."""
-        waits = self._lease.has_promised and message.update_id != self.update_id
+        waits = self._lease.is_decided_by_cores and message.update_id != self.update_id
         if self.state is _S.RESUMING or waits:
             self._next = (msg_id, message)
             return []
-        if not self._lease.has_promised:
+        if not self._lease.is_decided_by_cores:
             self._lease.begin(float(message.lease_ms), now_ms)
         begins = self.state in (_S.RUNNING, _S.UNKNOWN)
         if begins or message.update_id != self.update_id:
@@ -174,14 +173,6 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             if message.wait_ms:
                 self.escalate_ms = now_ms + message.wait_ms
         self._queue.add(self._call, msg_id)
-
-    def beside(self, pause_id: str, now_ms: float) -> None:
-        """Pauses this engine because a peer rank's pause can't return without it.
-
-        The broker has not asked for this pause, so its lease is over at once.
-        """
-        if pause_id != self._last_resume:
-            self.local(0, _unrequested_pause(pause_id), now_ms)
 
     def pause_again(self, now_ms: float) -> None:
         """Repeats a failed pause call, which may have paused the engine; waits for no requests."""

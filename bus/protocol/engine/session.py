@@ -13,8 +13,8 @@ Invariants, beside those of :mod:`bus.protocol.engine.pause`,
   commit is acknowledged. A sidecar that finds admission closed treats the engine as quarantined.
 - Commands of an older epoch change nothing.
 - When the pause's lease is over, an engine that loaded nothing aborts the update, which restores
-  its old weights, wakes what sleeps, and resumes. The ranks of a DP group do so together, or not at
-  all (:mod:`bus.protocol.engine.lease`). An engine that loaded a part, or whose weights are
+  its old weights, wakes what sleeps, and resumes. Of a DP group, the cores decide whether all ranks
+  resume (:mod:`bus.protocol.engine.lease`). An engine that loaded a part, or whose weights are
   discarded, ends its requests and stays paused or asleep, quarantined.
 """
 
@@ -52,15 +52,12 @@ class EngineSession:
         version: int = 0,
         draft: bool = False,
         closed: bool = False,
-        dp_group: str = "",
-        dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
-        self._dp_group = dp_group or name
         self._queue = c.CallQueue()
         self.admission = Admission(closed)
         self.memory = EngineMemory(self._queue)
-        self.lease = EngineLease(dp_rank, dp_size)
+        self.lease = EngineLease(has_peers=dp_size > 1)
         self.pause = EnginePause(self._queue, self.memory, self.lease, self.admission)
         self.update = EngineUpdate(self._queue, version, name, self.admission, draft=draft)
         self.epoch = 0
@@ -173,7 +170,7 @@ class EngineSession:
                 return []  # answered once admission is open
             case m.Commit():
                 runs = self.pause.state is EnginePauseState.RUNNING
-                return self.update.commit(msg_id, message, swaps=runs or not self.lease.peers)
+                return self.update.commit(msg_id, message, swaps=runs or not self.lease.has_peers)
             case m.Abort():
                 return self.update.abort(msg_id, message)
             case _:
@@ -184,7 +181,7 @@ class EngineSession:
     def _pause_first(self) -> list[c.SessionEffect]:
         """Cancels a swap that waits for peer ranks: it would delay the requested pause."""
         swaps = isinstance(self.update.cancellable, ops.SwapStaged)
-        return [c.CallCancel()] if self.lease.peers and swaps else []
+        return [c.CallCancel()] if self.lease.has_peers and swaps else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
@@ -288,10 +285,25 @@ class EngineSession:
         if asleep:
             self.memory.found_asleep()
 
-    def found_running(self) -> None:
+    def on_core_resumed(self, now_ms: float) -> list[c.SessionEffect]:
         """Records that the engine (:attr:`at_rest`) has resumed by itself, with whole weights."""
-        self.update.on_found(())
+        if self.update.state is not EngineUpdateState.ARMED:  # that is a later update
+            self.update.on_found(())
         self.pause.found_running()
+        return self._with_calls(self._update_admission(), now_ms)
+
+    def on_core_quarantined(self, now_ms: float) -> list[c.SessionEffect]:
+        """Records that the engine (:attr:`at_rest`) stays paused, since some rank lacks weights."""
+        effects: list[c.SessionEffect] = []
+        if part := self.update.part_in_place:  # the core could not undo it
+            partial, asleep = {*self.update.partial, part}, not self.memory.awake
+            self.on_found_paused(self.pause.update_id, 0.0, now_ms, partial=partial, asleep=asleep)
+        else:
+            if self.lease.state is LeaseState.HELD:
+                self.lease.run_out()
+            effects = self._stay()
+        self._queue.add(c.CallAbortRequests(), 0)  # closes admission
+        return self._with_calls(effects, now_ms)
 
     # -- time -----------------------------------------------------------------
 
@@ -321,13 +333,14 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """Returns for how many ms the engine core waits for this sidecar before it resumes itself.
 
-        That is until the lease is over, and some time more in which the sidecar would end the pause
-        itself. If this rank has voted "clean" (no update is partly loaded) and a peer rank's vote
-        is missing, the core need not wait longer than the lease. The number is negative then once
-        the lease is over: the core may have resumed since.
+        That is until the lease is over, and some time more in which the sidecar undoes the update,
+        and would resume an engine without peer ranks. The number is negative once nothing is left
+        to undo, and the cores of a DP group are to decide.
         """
         left_ms = self.lease.ran_out_ms - now_ms
-        if self.lease.has_promised:
+        calls = len(self._queue) and self.pause.state is not EnginePauseState.PAUSING
+        undone = not (self.update.in_place or self.update.partial or calls)
+        if self.lease.is_decided_by_cores and undone:
             return left_ms
         left_ms = left_ms if self.lease.state is LeaseState.HELD else LEASE_RETRY_MS
         return max(left_ms, 0.0) + 2 * LEASE_RETRY_MS
@@ -336,7 +349,7 @@ class EngineSession:
     def _lease_counts(self) -> bool:
         """Whether the lease may end the pause; during the pause call, only with peer ranks."""
         if self.pause.state is EnginePauseState.PAUSING:
-            return bool(self.lease.peers)
+            return self.lease.has_peers
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
         return paused and not len(self._queue)
 
@@ -387,30 +400,18 @@ class EngineSession:
         effects, self._waits_for_admission = self._waits_for_admission, []
         return effects
 
-    def on_lease_vote(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
-        """Records a peer rank's lease vote, and answers a vote that asks for this rank's."""
-        if vote.dp_rank not in self.lease.peers:
-            return []
-        self.lease.on_vote(vote)
-        effects: list[c.SessionEffect] = []
-        if vote.position == "pausing" and self.pause.state is EnginePauseState.RUNNING:
-            self.pause.beside(vote.pause_id, now_ms)
-            effects += self._pause_first()
-        if vote.asks:
-            effects.append(c.SendToPeers(self._vote(asks=False), (vote.dp_rank,)))
-        if self.lease.state is LeaseState.OVER and self._lease_counts:
-            effects += self._decide(now_ms)
-        return self._with_calls(effects, now_ms)
-
     def _end_lease(self, now_ms: float) -> list[c.SessionEffect]:
-        """Aborts the update of the pause; then resumes, or stays paused without whole weights."""
+        """Aborts the update of the pause; then resumes, or stays paused without whole weights.
+
+        With peer ranks, a pause of whole weights is left to the engine cores.
+        """
         self.lease.record_attempt(now_ms)
         if self.pause.state is EnginePauseState.UNKNOWN:
             # The engine may run or not; only a pause call that returns shows it.
             self.pause.pause_again(now_ms)
-            return self._ask_peers()
+            return []
         if self.pause.state is EnginePauseState.PAUSING:
-            return self._ask_peers()
+            return []  # the core asks its peer ranks to pause, too
         effects: list[c.SessionEffect] = []
         if self.update.state in MIXED:  # an ARMED one may belong to a later pause
             effects += self.update.abort(0, m.Abort(self.update.update_id, "lease expired"))
@@ -422,54 +423,17 @@ class EngineSession:
                 self._abandoned = True
                 if self.update.state is EngineUpdateState.NONE:
                     self.update.abandon_discarded_weights()
-            return [*effects, *self._stay(), *self._ask_peers()]
-        return [*effects, *self._decide(now_ms), *self._ask_peers()]
-
-    def _decide(self, now_ms: float) -> list[c.SessionEffect]:
-        """Resumes or stays paused, once the peer ranks' votes decide it."""
-        if self._position() != "clean":
-            return []
-        if self.lease.any_partial(self.version):
-            self._queue.add(c.CallAbortRequests(), 0)
-            return [*self._stay(), *self.pause.run_queued(now_ms)]
-        if self.lease.all_agree(self.version):
+            return [*effects, *self._stay()]
+        if not self.lease.has_peers:
             self.pause.begin_resume(0)
-        return []
+        elif self.admission.is_stale and not self.admission.closed:
+            self._queue.add(c.CallAbortRequests(), 0)  # the core resumes, and opens no admission
+        return effects
 
     def _stay(self) -> list[c.SessionEffect]:
         self.lease.stay_paused()
         fields = {"update_id": self.pause.update_id, "phase": self.phase}
         return [Note("lease_settled", "error", fields)]
-
-    def _ask_peers(self) -> list[c.SessionEffect]:
-        """Sends this rank's vote to all peer ranks, and asks for theirs."""
-        if not self.lease.peers or self.pause.state is EnginePauseState.RESUMING:
-            return []
-        effects: list[c.SessionEffect] = [c.SendToPeers(self._vote(asks=True), self.lease.peers)]
-        missing = self.lease.missing() if self.lease.state is LeaseState.OVER else []
-        if missing:
-            positions = (f"rank {rank}: {position or 'not heard'}" for rank, position in missing)
-            fields = {"update_id": self.pause.update_id, "waits_for": ", ".join(positions)}
-            effects.append(Note("lease_undecided", "warning", fields))
-        return effects
-
-    def _vote(self, *, asks: bool) -> m.LeaseVote:
-        position = self._position()
-        if position == "clean":
-            self.lease.clean_said = True
-        rank, pause_id = self.lease.rank, self.pause.update_id
-        return m.LeaseVote(self._dp_group, rank, position, pause_id, self.version, asks)
-
-    def _position(self) -> m.LeasePosition:
-        """Returns this rank's position in a lease vote (:mod:`bus.protocol.engine.lease`)."""
-        if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
-            return "running"
-        undone = not self.update.in_place and not len(self._queue)  # ARM touches no weights
-        if self.lease.state is LeaseState.SETTLED or (self.update.partial and undone):
-            return "partial"
-        if self.lease.state is LeaseState.HELD:
-            return "held"
-        return "clean" if self.pause.state is EnginePauseState.PAUSED and undone else "pausing"
 
     def _with_calls(
         self, effects: Iterable[c.SessionEffect], now_ms: float

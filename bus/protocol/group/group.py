@@ -213,20 +213,8 @@ class Group(GroupSteps):
         self.served.on_report(self.registry, peer)
         return [
             *self.dp_groups.on_rank_joined(peer),
-            *self._introduce(peer),
             *self.answer_waiters(now_ms),
         ]
-
-    def _introduce(self, peer: Peer) -> list[Effect]:
-        """Sends PEER_RANKS to the ranks of a complete DP group."""
-        peers = self.registry.dp_peers(peer.name)
-        if len(peers) == 1 or self.registry.is_incomplete(peer.name):
-            return []
-        ranks = [
-            m.PeerRank(n, f.dp_rank, f.peer_address, (e := self.registry.engines[n]).user, e.boot)
-            for n, f in self.registry.facts(peers).items()
-        ]
-        return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
     def _on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """Removes a lost or leaving engine from the group, its pause and its update."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sidecar.embedded.parallel.group import RankGroup
     from sidecar.embedded.parallel.waves import RankWaves
     from sidecar.embedded.requests import Publish
+    from sidecar.lease_agreement import RankLease
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 
@@ -83,6 +84,11 @@ class LockstepCore(EngineCore):
         group: the collectives that connect the ranks. The model's expert exchange uses them, too.
         waves: this rank's state in the DP group's waves.
         report: called in the core's thread with each message for the DP coordinator.
+
+    Attributes:
+        lease: ends a pause whose lease is over; None before :meth:`start`.
+        resumes: how often the core has resumed, with all ranks.
+        is_resuming: whether the core waits in a resume for other ranks.
     """
 
     def __init__(
@@ -103,6 +109,19 @@ class LockstepCore(EngineCore):
         self._report = report
         self._log = bus.log.logger(dp_group=group.name, dp_rank=group.rank)
         self._ready: PendingSwap | None = None
+        self.lease: RankLease | None = None
+        self.resumes = 0
+        self.is_resuming = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the core is paused or pausing."""
+        return self._mode is not None
+
+    @property
+    def is_pause_complete(self) -> bool:
+        """Whether all ranks have paused, and the core is idle."""
+        return self._waves.is_globally_paused and not self._pausing
 
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
@@ -159,13 +178,40 @@ class LockstepCore(EngineCore):
         """Resumes with all ranks; a rank that is not paused does nothing."""
         if not self._waves.paused:
             return
-        self.require_paused("resume")
+        super().require_paused("resume")
         self._require_awake("resume")
         self._mode = None
         self._show("barrier")
+        self.is_resuming = True
         (unfinished,) = self._group.sums(int(self._may_step() or self._waves.owes_wave))
+        self.resumes += 1
+        self.is_resuming = False
         self._waves.on_resumed(unfinished=unfinished > 0)
         self._note("resumed", unfinished=unfinished)
+
+    def require_paused(self, what: str) -> None:
+        """Rejects a call also while the ranks decide how the pause ends.
+
+        Raises:
+            EngineError: code ``wrong_state``.
+        """
+        super().require_paused(what)
+        if self.lease is not None and self.lease.is_void:
+            raise EngineError(
+                f"{what}: the pause's lease was over, and the ranks decide how the pause ends",
+                code=NackCode.WRONG_STATE,
+            )
+
+    def join_pause(self) -> None:
+        """Begins a pause that keeps requests, for a peer rank's sake; in the core's thread."""
+        self._mode = "keep"
+        self._pausing.append(Future())
+        self._on_pause_requested()
+        self._settle_pause()
+
+    def end_requests(self) -> None:
+        """Ends every request with the tokens it has; in the core's thread."""
+        self._abort(lambda _: True)
 
     def _on_request(self, wave: int) -> None:
         self._tell(self._waves.on_request(wave))

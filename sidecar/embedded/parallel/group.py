@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 
 from bus.errors import EngineDead, EngineError
+from bus.net import local_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sidecar.embedded.parallel.options import DataParallel
+    from sidecar.lease_agreement import Store
 
 T = TypeVar("T")
 
@@ -85,17 +87,25 @@ class Rendezvous:
         value: dict[str, Any] = json.loads(text)
         return value
 
+    def lease_store(self) -> Store:
+        """Returns a connection of its own to the store, for votes that end a pause."""
+        store: Store = self._bounded(
+            lambda: dist.PrefixStore(self._options.group, self._store.clone())
+        )
+        return store
+
     def join(self) -> RankGroup:
         """Waits for all ranks, and returns their collectives."""
         options = self._options
-        host, _ = options.address
+        host, port = options.address
         store = dist.PrefixStore(f"{options.group}/gloo", self._store)
         gloo = dist.ProcessGroupGloo
 
         def make() -> object:
+            own = host if options.rank == 0 else local_address(host, port)
             settings = gloo._Options()  # noqa: SLF001 - torch has no other way to choose the device
             settings._timeout = timedelta(seconds=options.join_timeout_s)  # noqa: SLF001 - same
-            settings._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001 - same
+            settings._devices = [gloo.create_device(hostname=own)]  # noqa: SLF001 - same
             return gloo(store, options.rank, options.size, settings)
 
         return RankGroup(self._bounded(make), options.group, options.rank, options.size)
@@ -103,7 +113,7 @@ class Rendezvous:
     def _bounded(self, action: Callable[[], T]) -> T:
         try:
             return action()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             options = self._options
             raise EngineError(
                 f"rank {options.rank} of DP group {options.group} can't meet the others at "

@@ -24,6 +24,7 @@ from sidecar.dp_coordinator.process import (
 )
 from sidecar.embedded.parallel.core import LockstepCore
 from sidecar.embedded.parallel.group import GroupExchange, Rendezvous
+from sidecar.embedded.parallel.lease import EmbeddedLease
 from sidecar.embedded.parallel.liveness import RankLiveness
 from sidecar.embedded.parallel.waves import RankWaves
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.requests import Publish
+    from sidecar.embedded.update import Updater
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 T = TypeVar("T")
@@ -60,6 +62,7 @@ class DpRank:
         self._coordinator: DpCoordinatorProcess | None = None
         self._sockets: DpSockets | None = None
         self._core: LockstepCore | None = None
+        self._lease: EmbeddedLease | None = None
         self._ready = asyncio.Event()
         # What the coordinator published last, or what FIRST_REQ will start.
         self._wave = 0
@@ -89,6 +92,7 @@ class DpRank:
             core_out=addresses.core_out,
         )
         self._group = await _blocking(meeting.join)
+        self._store = await _blocking(meeting.lease_store)
         return GroupExchange(self._group)
 
     def make_core(
@@ -116,6 +120,16 @@ class DpRank:
             report=self._report,
         )
         return self._core
+
+    def watch_lease(self, updater: Updater) -> EmbeddedLease:
+        """Begins to watch the lease of this rank's pause, after :meth:`make_core`.
+
+        Args:
+            updater: what carries out the core's updates.
+        """
+        assert self._core is not None
+        self._lease = EmbeddedLease(self.options, self._core, updater, self._store)
+        return self._lease
 
     async def ready(self) -> None:
         """Subscribes this rank to the coordinator, and waits until all ranks have subscribed.
@@ -168,6 +182,8 @@ class DpRank:
 
     async def close(self) -> None:
         """Leaves the group; the other ranks can't continue without this one."""
+        if self._lease is not None:
+            await asyncio.to_thread(self._lease.close)
         await self._liveness.close()
         if self._sockets is not None:
             self._sockets.close()

@@ -88,7 +88,6 @@ def facts(
         version=version,
         phase=phase,
         update_id="",
-        peer_address="",
         closed=closed,
         features=features or {},
         untested=untested,

@@ -22,6 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import CallEscalate
+from bus.protocol.engine.lease import LeaseState
 from bus.protocol.engine.operations import ArmManifest, Done
 from bus.protocol.engine.pause import EnginePauseState
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
@@ -83,7 +84,14 @@ class AnyOrder(Driver):
         if not runs:
             session.on_found_paused("p2", 5_000.0, self.now_ms, partial=partial, asleep=asleep)
         elif session.pause.state is not EnginePauseState.RUNNING:
-            session.found_running()
+            self.take(session.on_core_resumed(self.now_ms))
+
+    def quarantine(self) -> None:
+        """What the engine's core, or all cores of a DP group, have decided."""
+        session = self.session
+        paused = session.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
+        if session.at_rest and paused and session.lease.state is not LeaseState.SETTLED:
+            self.take(session.on_core_quarantined(self.now_ms))
 
     def hear_version(self, version: int) -> None:
         self.take(self.session.on_group_version(version, self.now_ms))
@@ -106,6 +114,7 @@ ACTIONS: Final[dict[str, Callable[[AnyOrder], object]]] = {
     "version 3": lambda d: d.hear_version(3),
     "version 9": lambda d: d.hear_version(9),
     "found running": lambda d: d.find(runs=True),
+    "quarantined by cores": lambda d: d.quarantine(),
     "found paused": lambda d: d.find(runs=False),
     "found asleep and partial": lambda d: d.find(runs=False, partial=("model",), asleep=True),
     **{
@@ -149,10 +158,6 @@ ACTIONS: Final[dict[str, Callable[[AnyOrder], object]]] = {
     **{f"probe {u}": _command(Probe(u, ((1, 2),), 2, "s")) for u in _UPDATES},
     **{f"commit {u}": _command(Commit(u, v, "", ())) for u, v in (("u1", 4), ("u2", 5))},
     **{f"abort {u}": _command(Abort(u, "")) for u in _UPDATES},
-    **{
-        f"rank 1 is {position}": lambda d, p=position: d.word(1, p, asks=True)  # type: ignore[misc]
-        for position in ("held", "pausing", "clean", "partial", "running")
-    },
 }
 
 # From where most of the machines' states are near.

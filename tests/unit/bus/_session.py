@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from bus.messages import (
-    LeaseVote,
     NackCode,
     PauseLocal,
     Staging,
@@ -17,14 +16,14 @@ from bus.messages import (
 )
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
-from bus.protocol.engine.calls import CallCancel, CallEscalate, SendToPeers
+from bus.protocol.engine.calls import CallCancel, CallEscalate
 from bus.protocol.engine.operations import Done
 from bus.protocol.engine.session import EngineSession
 from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
-    from bus.messages import LeasePosition, Message
+    from bus.messages import Message
     from bus.protocol.engine.calls import Call, CallResult, SessionEffect
 
 MANIFEST = make_manifest(("a", "b"))
@@ -37,7 +36,7 @@ class Driver:
     """A session whose calls return when the test says so."""
 
     def __init__(self, *, draft: bool = False, dp_size: int = 1) -> None:
-        self.session = EngineSession("e0", version=3, draft=draft, dp_group="dp0", dp_size=dp_size)
+        self.session = EngineSession("e0", version=3, draft=draft, dp_size=dp_size)
         self.running: Call | None = None
         self.calls: list[Call] = []
         self.id = 0
@@ -59,17 +58,9 @@ class Driver:
     def tick(self, now_ms: float) -> list[SessionEffect]:
         return self.take(self.session.tick(now_ms))
 
-    def word(
-        self, rank: int, position: LeasePosition, now_ms: float = 0.0, **fields: Any
-    ) -> list[Any]:
-        """A peer's word, at this rank's version and of its pause unless it is said otherwise."""
-        told = {"pause_id": "u1", "version": 3, "asks": False, **fields}
-        vote = LeaseVote("dp0", rank, position, **told)
-        return self.take(self.session.on_lease_vote(vote, now_ms))
-
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate | CallCancel | SendToPeers):
+            if not isinstance(effect, Send | Note | CallEscalate | CallCancel):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)

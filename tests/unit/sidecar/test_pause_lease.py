@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from bus.errors import EngineError
 from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
-from bus.protocol.engine.calls import CallCommit, CallPause, CallResume
+from bus.protocol.core.effects import Note
+from bus.protocol.engine.calls import CallAbortRequests, CallCommit, CallPause, CallResume
 from bus.protocol.engine.operations import (
     Done,
     Finish,
@@ -29,7 +30,6 @@ from tests.sim.makers import make_chunk, make_sent
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 if TYPE_CHECKING:
-    from bus.protocol.core.effects import Note
     from bus.protocol.engine.calls import SessionEffect
     from sidecar.shared_pages.pause_lease import Begun, OutcomeState
 
@@ -82,7 +82,7 @@ class Kept(Driver):
             self.owner.begin_pause()
         return super().take(effects)
 
-    def keep(self) -> list[Note]:
+    def keep(self) -> list[SessionEffect]:
         return self.owner.write(self.now_ms)
 
     @property
@@ -207,6 +207,7 @@ def test_an_engine_that_has_resumed_by_itself_runs(kept: Kept) -> None:
     kept.started()
     kept.ends("resumed")
     (note,) = kept.keep()
+    assert isinstance(note, Note)
     assert (note.event, note.fields["state"]) == ("engine_decided", "resumed")
     assert (kept.session.phase, kept.session.version) == ("running", 3)
     assert not kept.session.update.is_mixed
@@ -220,7 +221,10 @@ def test_an_engine_that_was_quarantined_inside_is_so_here(kept: Kept, loaded: in
     kept.loaded(loaded)
     kept.ends("quarantined")
     before = kept.held.serial if kept.page.end is None else kept.page.end.serial
-    kept.keep()
+    effects = kept.keep()
+    assert isinstance(effects[-1], CallAbortRequests)
+    kept.take([each for each in effects if isinstance(each, CallAbortRequests)])
+    kept.returned()
     assert kept.session.phase == "quarantined"
     assert kept.session.pause.state is _S.PAUSED
     assert kept.held.serial != before
@@ -233,7 +237,10 @@ def test_one_that_waits_is_held_anew_when_the_broker_is_heard_again(kept: Kept) 
     kept.ends("waiting")
     assert kept.page.end is not None
     kept.now_ms = kept.session.lease.over_ms or 0.0
-    assert kept.keep() == []
+    (note,) = kept.keep()
+    assert isinstance(note, Note)
+    assert note.event == "lease_undecided"
+    assert kept.keep() == []  # that is logged once
     kept.now_ms -= 1.0
     assert kept.page.held is not None
     assert kept.page.held.serial == kept.page.end.serial

@@ -8,25 +8,24 @@ lease is over, the core acts on its own thread, between two turns of its loop:
 ===================== ==================================================================
 state of the core     action
 ===================== ==================================================================
-not paused            none; but if a paused peer rank waits for this one in a collective, the
-                      core pauses, too, so that all ranks can resume
+not paused            none; but if a paused peer waits for this one, the core pauses, too, so
+                      that all can resume
 weights incomplete    quarantined: stays paused; requests end with the tokens they have
 update has begun      restores the old weights
 memory is asleep      wakes
 weights complete      resumes if it has no peers; otherwise it votes, see below
 ===================== ==================================================================
 
-Peer ranks decide together, by reading each other's pages. Peers are the ranks of a DP group, which
-exchange the paths of their pages, or the cores behind one client (vLLM's internal load balancer),
-whose one sidecar names them all in the lease. A core whose weights are complete *votes*: from then
-on its lease is void, and it loads nothing that the sidecar still sends. When every peer rank has
-voted, or is being resumed by its own sidecar, each core resumes by itself. If a peer rank has
-incomplete weights, or serves another version, the core is quarantined. While a peer rank's lease is
-in force, or the page of that rank can't be read or is on another host, the core waits, and logs for
-which rank.
+The ranks of a DP group decide together, by votes in the store of their process group, which works
+across hosts (:mod:`sidecar.lease_agreement`). Their sidecars only renew the lease.
 
-A live sidecar ends the pause itself when its lease is over; the core gives it ``GRACE_S`` seconds
-for that.
+The cores behind one client (vLLM's internal load balancer), whose one sidecar names them all in
+the lease, decide together by reading each other's pages. A core whose weights are complete *votes*:
+from then on its lease is void, and it loads nothing that the sidecar still sends. When every core
+has voted, or is being resumed by the sidecar, each core resumes by itself. If one has incomplete
+weights, or serves another version, the core is quarantined. While another core's lease is in force,
+or its page can't be read, the core waits, and logs for which one. A live sidecar ends such a pause,
+and that of a lone engine, itself when the lease is over; the core gives it ``GRACE_S`` seconds.
 
 Functions with a parameter ``original`` wrap the method of their name of vLLM's ``EngineCoreProc``.
 """
@@ -43,10 +42,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import msgspec
-
 from bus.messages import NackCode
 from bus.seams import Has, Ref, Seam, Takes
+from sidecar.lease_agreement import LeaseAgreement, RankLease
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
     OutcomeState,
@@ -85,27 +83,54 @@ PAUSE_LEASE: Final = Seam(
 )
 PERIOD_S: Final = 0.2
 GRACE_S: Final = 5.0
-_STORE_KEY: Final = "wavebus/hold/"
 _DUE: Final = "wavebus: look at the lease page"
 
 
-class PeerCore(msgspec.Struct, frozen=True):
-    """A core that must decide together with this one how a pause ends.
-
-    It is another rank of the DP group, or another core behind the same client.
-
-    Attributes:
-        rank: the rank in the DP group.
-        host: identifies one boot of a host; pages of another host can't be read.
-        page: the path of the core's lease page.
-    """
-
-    rank: int
-    host: str
-    page: str
+Peers: TypeAlias = dict[str, Path]  # lease pages of the other cores, by a name for messages
 
 
-Peers: TypeAlias = dict[str, PeerCore | None]  # by a name for messages, such as "rank 1"
+class LockstepRank:
+    """Does in vLLM's core what its rank decides (:class:`sidecar.lease_agreement.RankCore`)."""
+
+    def __init__(self, core: Any, guard: LeaseGuard) -> None:
+        self._core, self._guard = core, guard
+
+    @property
+    def resumes(self) -> int:
+        """How often the core has resumed, with all ranks."""
+        return int(self._core.wavebus_resumes)
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the core waits in a resume for other ranks."""
+        return bool(self._core.wavebus_resuming)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the core is paused or pausing."""
+        return is_paused(self._core)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have paused, and the core is idle."""
+        return _is_complete(self._core)
+
+    def pause(self) -> None:
+        """Begins a pause that keeps requests."""
+        _log.warning("wavebus: a peer rank is paused alone; completing its pause")
+        self._core.pause_scheduler("keep", False)
+
+    def prepare(self, lease: PauseLease) -> None:
+        """Undoes what an update has begun to change, and wakes memory."""
+        self._guard.restore(lease)
+
+    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002 - prepare() wakes memory
+        """Resumes, which waits for the other ranks."""
+        self._core.resume_scheduler()
+
+    def quarantine(self) -> None:
+        """Ends all requests with the tokens they have."""
+        self._guard.end_requests()
 
 
 class LeaseGuard:
@@ -124,17 +149,15 @@ class LeaseGuard:
         self.page = PauseLeasePage.make(path)
         Finalize(self, functools.partial(self.page.path.unlink, missing_ok=True), exitpriority=0)
         self._core = core
-        self._rank = int(getattr(core, "dp_rank", 0))
         self._size = int(getattr(core, "dp_size", 1))
-        self._store = getattr(core, "dp_store", None)
-        self._peers: dict[int, PeerCore] = {}
         self._prepared = 0  # serial of the lease whose update was undone
         self._said = ""
         self._warned = ""
         self._asked = False  # the core is about to check the lease
-        if self._size > 1 and self._store is not None:
-            peer = PeerCore(self._rank, _host(), str(self.page.path))
-            self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(peer))
+        self.rank: RankLease | None = None
+        if self._size > 1:
+            votes = LeaseAgreement(int(core.dp_rank), self._size, core.dp_store)
+            self.rank = RankLease(LockstepRank(core, self), self.page, votes, self._say)
 
     def run(self) -> None:
         """Checks the lease page until the process ends; runs in a thread of its own.
@@ -146,11 +169,23 @@ class LeaseGuard:
             time.sleep(PERIOD_S)
             with self._warns():
                 beat()
-                self._find_peers()
-                lease = self.page.lease()
-                if lease is not None and _has_expired(lease) and not self._asked:
+                if self._is_due() and not self._asked:
                     self._asked = True
                     self._core.input_queue.put_nowait((self._core.wavebus_wakeup, _DUE))
+
+    def run_exchange(self) -> None:
+        """Exchanges votes until the process ends; in its own thread, since a store may block."""
+        assert self.rank is not None
+        while True:
+            time.sleep(PERIOD_S)
+            with self._warns():
+                self.rank.exchange()
+
+    def _is_due(self) -> bool:
+        if self.rank is not None:
+            return self.rank.is_due()
+        lease = self.page.lease()
+        return lease is not None and _has_expired(lease)
 
     @contextlib.contextmanager
     def _warns(self) -> Iterator[None]:
@@ -167,6 +202,8 @@ class LeaseGuard:
 
         The sidecar may not once the core has acted on the end of the pause's lease.
         """
+        if self.rank is not None and self.rank.is_void:
+            return "the pause's lease was over, and the ranks decide how the pause ends"
         lease, end = self.page.lease(), self.page.outcome()
         if lease is None or end is None or end.serial != lease.serial:
             return ""
@@ -180,6 +217,9 @@ class LeaseGuard:
 
     def check_lease(self) -> None:
         """Ends the pause as the module's table says, if its lease is over."""
+        if self.rank is not None:
+            self.rank.look()
+            return
         lease = self.page.lease()
         if lease is None or not _has_expired(lease):
             return
@@ -188,7 +228,7 @@ class LeaseGuard:
             return
         peers = self._deciding_peers(lease)
         if not is_paused(self._core):
-            if self._size > 1 or not lease.resuming:
+            if not lease.resuming:
                 self._complete_peers(peers)
             return
         if not _is_complete(self._core) and (peers or is_alive(lease.writer_pid)):
@@ -201,7 +241,7 @@ class LeaseGuard:
             return
         if self._prepared != lease.serial:
             try:
-                self._restore(lease)
+                self.restore(lease)
             except Exception as error:  # noqa: BLE001 - any failure leaves mixed weights
                 _log.exception("wavebus: an update could not be undone")
                 self._quarantine(lease, f"an update could not be undone: {error}")
@@ -219,7 +259,7 @@ class LeaseGuard:
         if state == "resumed":
             self._core.resume_scheduler()
 
-    def _restore(self, lease: PauseLease) -> None:
+    def restore(self, lease: PauseLease) -> None:
         """Restores what the update had begun to change, and wakes memory that is asleep."""
         if lease.begun == "adapter":
             self._perform(operations.UndoAdapter(settled=True))
@@ -236,40 +276,34 @@ class LeaseGuard:
             operations.PERFORM, kwargs={"operation": operations.encode(operation)}
         )
 
-    def _quarantine(self, lease: PauseLease, reason: str) -> None:
+    def end_requests(self) -> None:
+        """Ends all requests with the tokens they have."""
         core = self._core
         ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
         core._send_abort_outputs(ended)  # noqa: SLF001 - as vLLM's own pause does
+
+    def _quarantine(self, lease: PauseLease, reason: str) -> None:
+        self.end_requests()
         self._write_outcome(lease, "quarantined", reason)
 
     def _write_outcome(self, lease: PauseLease, state: OutcomeState, reason: str) -> None:
         self.page.write_outcome(lease.serial, state, reason)
         if reason != self._said:
             self._said = reason
-            level = logging.INFO if state == "resumed" else logging.WARNING
-            _log.log(level, "wavebus: pause %s is %s: %s", lease.pause_id, state, reason)
+            self._say(lease.pause_id, state, reason)
 
-    # -- the peer ranks ---------------------------------------------------------------------
+    @staticmethod
+    def _say(pause_id: str, state: OutcomeState, reason: str) -> None:
+        level = logging.INFO if state == "resumed" else logging.WARNING
+        _log.log(level, "wavebus: pause %s is %s: %s", pause_id, state, reason)
 
-    def _find_peers(self) -> None:
-        """Reads the paths of the peer ranks' pages; peers may boot later than this rank."""
-        if self._store is None or len(self._peers) >= self._size - 1:
-            return
-        for rank in range(self._size):
-            key = f"{_STORE_KEY}{rank}"
-            if rank != self._rank and rank not in self._peers and self._store.check([key]):
-                self._peers[rank] = msgspec.json.decode(self._store.get(key), type=PeerCore)
+    # -- the other cores behind one client ---------------------------------------------------
 
     def _deciding_peers(self, lease: PauseLease) -> Peers:
-        """Returns the other cores that decide; None for ranks that have announced no page."""
-        if self._size > 1:
-            ranks = (rank for rank in range(self._size) if rank != self._rank)
-            return {f"rank {rank}": self._peers.get(rank) for rank in ranks}
+        """Returns the lease pages of the other cores that decide."""
         own = self.page.path
         return {
-            f"core {pid}": PeerCore(0, _host(), str(own.with_stem(str(pid))))
-            for pid in lease.cores
-            if str(pid) != own.stem
+            f"core {pid}": own.with_stem(str(pid)) for pid in lease.cores if str(pid) != own.stem
         }
 
     def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
@@ -288,17 +322,13 @@ class LeaseGuard:
             return "waiting", waits
         return "resumed", "nobody renewed the lease, and no peer rank lacks a part"
 
-    def _vote_of(self, mine: PauseLease, peer: PeerCore | None) -> tuple[OutcomeState, str]:
+    def _vote_of(self, mine: PauseLease, peer: Path) -> tuple[OutcomeState, str]:
         """Returns one peer core's vote, according to its page.
 
         Raises:
             NoPage: there is no such page on this host.
         """
-        if peer is None:
-            raise NoPage("it has told of no lease page")
-        if peer.host != _host():
-            raise NoPage("it is on another host")
-        with PauseLeasePage.open(Path(peer.page)) as page:
+        with PauseLeasePage.open(peer) as page:
             lease, end = page.lease(), page.outcome()
         if lease is None:
             if _stays_paused(peer):
@@ -314,10 +344,10 @@ class LeaseGuard:
         return "waiting", "its sidecar holds it paused"
 
     def _complete_peers(self, peers: Peers) -> None:
-        """Pauses this core if a paused peer rank waits for it in a collective."""
+        """Pauses this core if a peer is paused alone, so that both can agree."""
         for name, peer in peers.items():
             try:
-                paused = peer is not None and peer.host == _host() and _stays_paused(peer)
+                paused = _stays_paused(peer)
             except NoPage:
                 continue
             if paused:
@@ -327,10 +357,15 @@ class LeaseGuard:
 
 
 def _start(core: Any) -> LeaseGuard | None:
-    if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
-        return None  # ranks in lockstep need their pages to show resumes
+    if hasattr(core, "current_wave") and not (
+        hasattr(core, "wavebus_resumes") and hasattr(core, "dp_store")
+    ):
+        return None  # ranks in lockstep vote in their store, and must show when they resume
     guard = LeaseGuard(core)
     threading.Thread(target=guard.run, name="wavebus_lease_guard", daemon=True).start()
+    if guard.rank is not None:
+        name = "wavebus_lease_votes"
+        threading.Thread(target=guard.run_exchange, name=name, daemon=True).start()
     return guard
 
 
@@ -383,13 +418,13 @@ def _refuse_updates(void: str, operation: str) -> None:
         raise WorkerRefusal(operations.WorkerFailure(NackCode.WRONG_STATE, void).to_text())
 
 
-def _stays_paused(peer: PeerCore) -> bool:
-    """Returns whether a peer rank is paused or pausing, and is not resuming.
+def _stays_paused(peer: Path) -> bool:
+    """Returns whether another core is paused or pausing, and is not resuming.
 
     Raises:
         NoPage: its core has no status page.
     """
-    view = CoreStatusReader(Path(peer.page).with_suffix(".page")).read()
+    view = CoreStatusReader(peer.with_suffix(".page")).read()
     return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
 
 
@@ -401,11 +436,3 @@ def _is_complete(core: Any) -> bool:
 def _has_expired(lease: PauseLease) -> bool:
     late_s = (time.monotonic_ns() - lease.until_ns) / 1e9
     return late_s > (GRACE_S if is_alive(lease.writer_pid) else 0.0)
-
-
-@functools.cache
-def _host() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename

@@ -180,7 +180,7 @@ LOCKSTEP_STATUS: Final = Seam(
     ("lockstep_core_status", "lockstep_pause_lease"),
     process="core",
     needs=("core status",),
-    sets=((LOCKSTEP_CORE, "wavebus_shows_barriers", True),),
+    sets=((LOCKSTEP_CORE, "wavebus_resumes", 0), (LOCKSTEP_CORE, "wavebus_resuming", False)),
 )
 
 
@@ -302,9 +302,13 @@ def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) ->
     other ranks of the DP group. This function returns what it returns.
     """
     watch.enter("barrier")
+    core.wavebus_resuming = True
     try:
-        return original(core)
+        result = original(core)
+        core.wavebus_resumes += 1
+        return result
     finally:
+        core.wavebus_resuming = False
         watch.count(core)
         watch.enter("work")
 

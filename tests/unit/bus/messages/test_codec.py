@@ -61,7 +61,6 @@ FACTS = EngineFacts(
     version=0,
     phase="running",
     update_id="",
-    peer_address="",
 )
 JOIN = Join("engine", "host", 7, FACTS, CoordinatorFacts("dp0", 2, 3, running=True))
 PAUSE = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")

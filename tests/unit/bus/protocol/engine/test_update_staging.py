@@ -221,13 +221,6 @@ def test_a_pause_comes_before_a_swap_that_waits() -> None:
     assert driver.command(COMMIT) == [SwapStaged(4, clear_cache=True)]
 
 
-def test_a_peers_pause_comes_before_it_as_well() -> None:
-    """Which nobody has asked this rank for."""
-    driver = Driver(dp_size=2).stages()
-    driver.command(COMMIT)
-    assert CallCancel() in driver.word(1, "pausing")
-
-
 def test_an_engine_alone_swaps_in_a_pause_too() -> None:
     """Nobody else is at a step."""
     driver = Driver().stages()

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from bus.messages import NackCode
@@ -43,22 +44,6 @@ def a_lease(
     return PauseLease(
         serial, "u1", until_ns, writer_pid, "e0", version, begun, partial, asleep, resuming
     )
-
-
-class Store:
-    """A DP group's, as far as it is needed."""
-
-    def __init__(self) -> None:
-        self.said: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self.said[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.said for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.said[key]
 
 
 class Core:
@@ -109,7 +94,8 @@ def module(core_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
     monkeypatch.setattr(lease_guard, "_watches", PerProcess(lease_guard._start, ""))
     install(core_module, "pause lease")
-    core_module.DPEngineCoreProc.wavebus_shows_barriers = True  # else its ranks can't decide
+    core_module.DPEngineCoreProc.wavebus_resumes = 0  # else its ranks can't decide
+    core_module.DPEngineCoreProc.wavebus_resuming = False
     return core_module
 
 
@@ -122,7 +108,8 @@ def alone(module: Any) -> Core:
 @pytest.fixture
 def pair(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Core]:
     """Two ranks of a DP group, each as in a process of its own."""
-    store, ranks = Store(), []
+    distributed: Any = torch.distributed  # its stubs lack the store
+    store, ranks = distributed.HashStore(), []
     for rank in range(2):
         core = module.DPEngineCoreProc(engine_index=rank)
         core.dp_rank, core.dp_size, core.dp_store = rank, 2, store
@@ -131,8 +118,6 @@ def pair(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[Core]:
         ranks.append(Core(core, lease_guard.LeaseGuard(core)))
     by_core = {id(each.core): each.watch for each in ranks}
     monkeypatch.setattr(lease_guard._watches, "of", lambda core: by_core[id(core)])
-    for each in ranks:
-        each.watch._find_peers()
     return ranks
 
 
@@ -252,13 +237,14 @@ def test_a_look_that_fails_is_repeated(alone: Core, monkeypatch: pytest.MonkeyPa
     """Both the watching thread's and the core's: else no pause would ever end by itself."""
     looks = iter((RuntimeError("a bug"), None, SystemExit))
 
-    def fails_once() -> None:
+    def fails_once() -> bool:
         found = next(looks)
         if found is not None:
             raise found
+        return True
 
     monkeypatch.setattr(lease_guard, "PERIOD_S", 0.0)
-    monkeypatch.setattr(alone.watch, "_find_peers", fails_once)
+    monkeypatch.setattr(alone.watch, "_is_due", fails_once)
     alone.paused().held(a_lease())
     with pytest.raises(SystemExit):
         alone.watch.run()
@@ -311,17 +297,25 @@ def test_a_hold_that_is_void_lets_no_update_through(
 # -- a DP group ------------------------------------------------------------------------
 
 
+def turns(*ranks: Core, times: int = 3) -> list[str]:
+    """Each core looks, and then each rank exchanges its vote; returns what each has made of it."""
+    for _ in range(times):
+        for each in ranks:
+            each.looks()
+        for each in ranks:
+            assert each.watch.rank is not None
+            each.watch.rank.exchange()
+    return [each.looks() for each in ranks]
+
+
 def test_ranks_that_are_whole_resume_together(pair: list[Core]) -> None:
-    """The first one votes, and waits for the second."""
-    zero, one = pair
+    """Each undoes what was begun, and votes."""
     for each in pair:
         each.paused().held(a_lease(begun="model"))
-    assert zero.looks() == "waiting"
-    assert not zero.runs
-    assert one.looks() == "resumed"
-    assert zero.looks() == "resumed"
-    assert zero.runs
-    assert one.runs
+    assert turns(pair[0]) == ["waiting"]
+    assert not pair[0].runs
+    assert turns(*pair) == ["resumed", "resumed"]
+    assert [each.runs for each in pair] == [True, True]
     assert [each.operations for each in pair] == [[wire.Restore("model")]] * 2
 
 
@@ -330,39 +324,57 @@ def test_nobody_resumes_while_a_peer_is_held(pair: list[Core]) -> None:
     zero, one = pair
     zero.paused().held(a_lease())
     one.paused().held(a_lease(left_ms=60_000))
-    assert [zero.looks(), zero.looks(), one.looks()] == ["waiting", "waiting", ""]
-    assert zero.reason == "rank 1: its sidecar holds it paused"
+    assert turns(*pair) == ["waiting", ""]
+    assert zero.reason == "rank 1 has not voted"
     assert "the pause's lease was over" in zero.watch.void_reason()
-    assert not zero.runs
-    assert not one.runs
+    assert [each.runs for each in pair] == [False, False]
 
 
-def test_who_is_waited_for_in_a_resume_joins_it(pair: list[Core]) -> None:
-    """Its peer rank's own sidecar is resuming it."""
+def test_a_vote_counts_no_more_after_a_renewal(pair: list[Core]) -> None:
+    """The peer rank votes later, and finds that round void."""
+    zero, one = pair
+    zero.paused().held(a_lease())
+    one.paused().held(a_lease(left_ms=60_000))
+    turns(*pair)
+    zero.held(a_lease(8, left_ms=60_000))
+    turns(zero)
+    assert zero.watch.void_reason() == ""
+    one.held(a_lease())
+    assert turns(*pair) == ["", "waiting"]
+    assert [each.runs for each in pair] == [False, False]
+    zero.held(a_lease(8))
+    assert turns(*pair) == ["resumed", "resumed"]
+
+
+def test_a_renewal_after_the_decision_is_too_late(pair: list[Core]) -> None:
+    """All ranks act on a decision, or none; the sidecar learns it under its new lease."""
+    zero, one = pair
+    for each in pair:
+        each.paused().held(a_lease())
+        each.looks()
+    assert zero.watch.rank is not None
+    assert one.watch.rank is not None
+    zero.watch.rank.exchange()
+    one.watch.rank.exchange()  # the last vote
+    zero.held(a_lease(8, left_ms=60_000))
+    assert "the pause's lease was over" in zero.watch.void_reason()
+    assert turns(*pair) == ["resumed", "resumed"]
+    assert [each.runs for each in pair] == [True, True]
+
+
+def test_a_rank_that_waits_in_a_resume_votes(pair: list[Core]) -> None:
+    """Its own sidecar has resumed it, and that of its peer rank died before."""
     zero, one = pair
     zero.paused().held(a_lease())
     one.paused().held(a_lease(left_ms=60_000, resuming=True))
+    one.core.wavebus_resuming = True
+    for _ in range(3):
+        zero.looks()
+        for each in pair:  # the other core's thread is in the resume
+            assert each.watch.rank is not None
+            each.watch.rank.exchange()
     assert zero.looks() == "resumed"
     assert zero.runs
-
-
-@pytest.mark.parametrize(
-    ("phase", "flags", "state"),
-    [
-        ("barrier", LOCALLY_PAUSED, "resumed"),
-        ("step", 0, "resumed"),
-        ("idle", LOCALLY_PAUSED, "waiting"),
-    ],
-)
-def test_a_peer_that_nobody_holds(
-    pair: list[Core], phase: CorePhase, flags: int, state: str
-) -> None:
-    """It waits in its resume, or runs; or who has paused it, is no sidecar of ours."""
-    zero, one = pair
-    zero.paused().held(a_lease())
-    one.paused()
-    shows(1, phase, flags)
-    assert zero.looks() == state
 
 
 @pytest.mark.parametrize(
@@ -374,60 +386,41 @@ def test_when_one_lacks_a_part_nobody_resumes(pair: list[Core], other: PauseLeas
     zero, one = pair
     zero.paused().held(a_lease())
     one.paused().held(other)
-    assert zero.looks() == "quarantined"
-    assert zero.core.outputs == ["ended"]
-    assert "rank 1: " in zero.reason
-    assert one.held(replace(other, until_ns=0)).looks() == "quarantined"
-    assert not zero.runs
-    assert not one.runs
+    assert turns(*pair) == ["quarantined", "quarantined"]
+    assert "ended" in zero.core.outputs
+    assert "rank 1" in zero.reason
+    assert [each.runs for each in pair] == [False, False]
 
 
-def test_a_peer_that_was_quarantined_takes_the_other_along(pair: list[Core]) -> None:
-    """It could not be restored."""
+def test_what_can_not_be_undone_keeps_all_of_them(pair: list[Core]) -> None:
     zero, one = pair
     for each in pair:
         each.paused().held(a_lease(begun="model"))
     one.core.fails = RuntimeError("it broke")
-    assert zero.looks() == "waiting"
-    assert one.looks() == "quarantined"
-    assert zero.looks() == "quarantined"
+    assert turns(*pair) == ["quarantined", "quarantined"]
+    assert not zero.runs
+    turns(*pair)
+    one.core.fails = None
+    for each in pair:  # whole again, by an update, and in another pause
+        each.held(a_lease(8))
+    assert turns(*pair) == ["resumed", "resumed"]
 
 
-def test_a_quarantine_that_is_over_is_none(pair: list[Core]) -> None:
-    """What a peer rank has made of an earlier hold."""
-    zero, one = pair
-    assert one.paused().held(a_lease(partial=("model",))).looks() == "quarantined"
-    zero.paused().held(a_lease(8))
-    one.held(a_lease(8))
-    assert zero.looks() == "waiting"
-    assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("gone", "No such file"),
-        ("elsewhere", "rank 1: it is on another host"),
-        ("silent", "rank 1: it has told of no lease page"),
-    ],
-)
-def test_a_peer_that_can_not_be_asked_is_waited_for(
-    pair: list[Core], how: str, reason: str
+def test_a_rank_that_has_resumed_since_its_vote_has_done_what_was_decided(
+    pair: list[Core],
 ) -> None:
-    """And it is said: only the broker, or a human, resumes them then."""
-    zero, one = pair
+    """The broker was quicker, and has paused both again: that pause is not ended."""
     for each in pair:
         each.paused().held(a_lease())
-    peer = zero.watch._peers[1]
-    if how == "gone":
-        one.watch.page.path.unlink()
-    elif how == "elsewhere":
-        zero.watch._peers[1] = lease_guard.PeerCore(1, "another", peer.page)
-    else:
-        zero.watch._peers.clear()
-    assert [zero.looks(), zero.looks()] == ["waiting", "waiting"]
-    assert reason in zero.reason
-    assert not zero.runs
+        each.looks()
+    for each in pair:
+        assert each.watch.rank is not None
+        each.watch.rank.exchange()
+    for each in pair:
+        each.core.wavebus_resumes += 1
+        each.held(a_lease(8, left_ms=60_000))
+    assert turns(*pair) == ["", ""]
+    assert [each.runs for each in pair] == [False, False]
 
 
 def test_a_pause_that_is_not_agreed_upon_is_not_ended(pair: list[Core]) -> None:
@@ -435,22 +428,44 @@ def test_a_pause_that_is_not_agreed_upon_is_not_ended(pair: list[Core]) -> None:
     zero, _ = pair
     zero.core.pause_scheduler("keep", clear_cache=False)
     zero.held(a_lease())
-    assert zero.looks() == ""
+    assert turns(zero) == [""]
     assert not zero.runs
 
 
-def test_a_pause_that_reached_a_peer_alone_is_completed(pair: list[Core]) -> None:
-    """It waits in a collective, until this rank is paused, too."""
+def test_a_pause_that_reached_one_rank_alone_is_completed(pair: list[Core]) -> None:
+    """The other one's sidecar was never asked, and has written no lease; then both resume."""
     zero, one = pair
+    one.core.pause_scheduler("keep", clear_cache=False)
     one.held(a_lease())
-    assert one.looks() == ""
-    shows(0, "idle")
-    assert one.looks() == ""
-    assert not one.core.pending_pause
-    shows(0, "dummy", LOCALLY_PAUSED)
-    assert one.looks() == ""
-    assert one.core.pending_pause
-    assert zero.core.scheduler.pause_state == 0
+    assert not zero.core.pending_pause
+    turns(*pair)
+    assert zero.core.pending_pause
+    for each in pair:
+        each.core.pending_pause = each.core.engines_running = False
+        each.paused()
+    turns(*pair)
+    assert [each.runs for each in pair] == [True, True]
+
+
+def test_a_store_that_does_not_answer_ends_no_pause(pair: list[Core]) -> None:
+    """It was in the process of rank 0, without which no rank steps."""
+    zero, one = pair
+    for each in pair:
+        each.paused().held(a_lease())
+        each.looks()
+    assert zero.watch.rank is not None
+    assert one.watch.rank is not None
+    zero.watch.rank.exchange()
+    one.watch.rank._agreement._store = Gone()  # type: ignore[assignment]
+    with pytest.raises(ConnectionError):
+        one.watch.rank.exchange()
+    assert [each.looks() for each in pair] == ["waiting", "waiting"]
+    assert [each.runs for each in pair] == [False, False]
+
+
+class Gone:
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionError(keys)
 
 
 # -- cores behind one client -----------------------------------------------------------
