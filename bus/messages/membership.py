@@ -249,7 +249,7 @@ class LeaseVote(Message):
     Attributes:
         dp_group: the DP group.
         dp_rank: the number of the rank that votes.
-        position: the rank's position; see :mod:`bus.protocol.engine.lease`.
+        position: the rank's position; see :mod:`bus._protocol.engine.lease`.
         pause_id: the pause that the rank is in, or was in last.
         version: the version that the rank serves.
         asks: True: the receiver must answer with its own vote. False: this is such an answer.

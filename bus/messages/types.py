@@ -64,7 +64,7 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 SleepLevel: TypeAlias = Literal[1, 2]
 # The mode that a `wait` pause changes to at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
-# A rank's position in a lease vote; see bus.protocol.engine.lease.
+# A rank's position in a lease vote; see bus._protocol.engine.lease.
 LeasePosition: TypeAlias = Literal["held", "pausing", "clean", "partial", "running"]
 # The model that an update is for: the served model, or the draft model of speculative decoding.
 Target: TypeAlias = Literal["model", "draft"]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from bus.cli.options import json_option, options_of
+from bus._cli.options import json_option, options_of
+from bus._runtime import event_loop
 from bus.errors import UsageError, WavebusError
-from bus.runtime import event_loop
 from lab.bench.plans import (
     ControlPlan,
     EnginesPlan,
@@ -25,7 +25,7 @@ from lab.bench.plans import (
 )
 
 if TYPE_CHECKING:
-    from bus.runtime.event_loop import LoopChoice
+    from bus._runtime.event_loop import LoopChoice
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -124,7 +124,7 @@ def require_engines(plan: EnginesPlan) -> None:
     require_modules("torch", "aiohttp")
     if plan.engine == "vllm":
         plan.check()
-    from bus.weight_transfer.registry import receiver_backends  # noqa: PLC0415 - it needs torch
+    from bus._weight_transfer.registry import receiver_backends  # noqa: PLC0415 - it needs torch
 
     known = receiver_backends()
     if plan.over not in known:

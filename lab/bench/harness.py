@@ -21,7 +21,7 @@ from bus.errors import UsageError, WavebusError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    from bus.runtime.event_loop import LoopChoice
+    from bus._runtime.event_loop import LoopChoice
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ class Bench(contextlib.AsyncExitStack):
             BenchFailed: it has not started.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bus.cli.main", "gateway", "--broker", broker),
+            *(sys.executable, "-m", "bus._cli.main", "gateway", "--broker", broker),
             *("--group", group, "--listen", "127.0.0.1:0", "--log-level", "error", *options),
             stdout=asyncio.subprocess.PIPE,
         )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from bus.cli.options import NamedPath, check_parent, checked, option
+from bus._cli.options import NamedPath, check_parent, checked, option
+from bus._runtime.event_loop import LoopChoice  # noqa: TC001 - an option's type, read by options_of
 from bus.errors import UsageError
-from bus.runtime.event_loop import LoopChoice  # noqa: TC001 - an option's type, read by options_of
 
 Device: TypeAlias = Literal["cuda", "cpu"]
 EngineKind: TypeAlias = Literal["embedded", "vllm"]

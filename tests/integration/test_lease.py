@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 import torch
 
+from bus._keys import read_keyring
+from bus._protocol.core.config import BrokerConfig
 from bus.errors import EngineError, WavebusError
-from bus.keys import read_keyring
 from bus.messages import NackCode
-from bus.protocol.core.config import BrokerConfig
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from sidecar.engine import EngineInfo
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.messages import LeasePosition, LeaseVote
-    from bus.protocol.engine.operations import LoadChunk, Restore
+    from bus.operations import LoadChunk, Restore
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -141,7 +141,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer tries for long to undo what it began, and here nobody will answer."""
-    monkeypatch.setattr("trainer_agent.guaranteed_delivery.CLEANUP_S", 0.1)
+    monkeypatch.setattr("trainer_agent._guaranteed_delivery.CLEANUP_S", 0.1)
 
 
 @pytest.fixture(params=["open", "keys"])

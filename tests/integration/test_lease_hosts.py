@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
+from sidecar._shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

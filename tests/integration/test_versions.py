@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import pytest
 
+from bus._runtime.zmq_transport import ZmqServer
 from bus.errors import Refused
 from bus.messages import (
     WIRE_MAJOR,
@@ -28,7 +29,6 @@ from bus.messages import (
     Welcome,
     codec,
 )
-from bus.runtime.zmq_transport import ZmqServer
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from tests.support.broker import a_broker

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Self
 
 import zmq
 
-from sidecar.dp_coordinator import frames
+from sidecar._dp_coordinator import frames
 from tests.support.procs import Proc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from sidecar.dp_coordinator.frames import StartWave, WaveStatus
+    from sidecar._dp_coordinator.frames import StartWave, WaveStatus
 
 PATIENCE_MS = 30_000
 DP_GROUP = "moe"
@@ -30,7 +30,7 @@ def gateway_process(size: int, *arguments: str) -> Proc:
         *(
             sys.executable,
             "-m",
-            "sidecar.dp_coordinator",
+            "sidecar._dp_coordinator",
             "--dp-group",
             DP_GROUP,
             "--size",

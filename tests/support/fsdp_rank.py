@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bus.log
+from bus._runtime.json_lines import write_answer as say
 from bus.errors import WavebusError
-from bus.runtime.json_lines import write_answer as say
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.weights.cpu_cache import CpuCache
-from trainer_agent.weights.source import PairSource
+from trainer_agent._weights.cpu_cache import CpuCache
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

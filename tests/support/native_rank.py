@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 import bus.log
+from bus._runtime.json_lines import write_answer as say
 from bus.errors import WavebusError
-from bus.runtime.json_lines import write_answer as say
 from tests.support import pair_plugin
 from tests.support.fsdp_rank import Tree
 from trainer_agent import SyncTrainerAgent

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import bus.log
-from bus.runtime.json_lines import read_commands, write_answer
+from bus._runtime.json_lines import read_commands, write_answer
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 

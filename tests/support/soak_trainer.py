@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 import bus.log
+from bus._runtime.json_lines import read_commands, write_answer
 from bus.errors import WavebusError
-from bus.runtime.json_lines import read_commands, write_answer
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 
 async def main(broker: str, folder: str) -> None:

@@ -17,13 +17,13 @@ import sys
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import bus.log
-from bus.runtime import event_loop
-from bus.runtime.json_lines import read_commands, write_answer
+from bus._runtime import event_loop
+from bus._runtime.json_lines import read_commands, write_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.runtime.event_loop import LoopChoice
+    from bus._runtime.event_loop import LoopChoice
 
 
 ARGUMENTS: Final = 3

@@ -15,9 +15,9 @@ from typing import Final, Self
 
 import zmq
 
+from bus._runtime.json_lines import write_answer
+from bus._runtime.zmq_transport import MAX_PEERS
 from bus.messages import Ack, Message, PauseLocal, Resume, Step, codec
-from bus.runtime.json_lines import write_answer
-from bus.runtime.zmq_transport import MAX_PEERS
 
 _PATIENCE_MS: Final = 30_000
 _UPDATE_ID: Final = "u100-abcdef"
@@ -108,7 +108,7 @@ def raw_zmq(address: str, engines: int) -> None:
         address: the ROUTER's address.
         engines: how many DEALERs to run.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the reason in bus.runtime.json_lines
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the reason in bus._runtime.json_lines
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
     acks = dict(steps())

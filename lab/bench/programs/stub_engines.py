@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import bus.log
+from sidecar._sidecar import Sidecar
 from sidecar.engine import Done, EngineInfo, StagingCapacity
-from sidecar.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack

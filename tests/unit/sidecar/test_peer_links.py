@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from bus.keys import Security
+from bus._keys import Security
 from bus.messages import LeaseVote, PeerRank, PeerRanks, codec
-from sidecar.peer_links import PeerLinks
+from sidecar._peer_links import PeerLinks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

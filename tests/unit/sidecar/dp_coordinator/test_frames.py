@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.dp_coordinator import frames
-from sidecar.dp_coordinator.frames import (
+from sidecar._dp_coordinator import frames
+from sidecar._dp_coordinator.frames import (
     BadFrame,
     CoreReport,
     FirstRequest,

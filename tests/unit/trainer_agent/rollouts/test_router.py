@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bus.messages import EngineView, RequestLimits, Route
-from trainer_agent.rollouts.router import Router
+from trainer_agent._rollouts.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import Collection

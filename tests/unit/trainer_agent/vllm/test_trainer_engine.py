@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bus.weight_transfer.allocation import ALONE
-from bus.weight_transfer.base import Sender
-from bus.weight_transfer.registry import register_sender
+from bus._weight_transfer.allocation import ALONE
+from bus._weight_transfer.base import Sender
+from bus._weight_transfer.registry import register_sender
 from tests.support.interrupts import waits_for_a_future
 from tests.vllm._vllm import require_vllm
-from trainer_agent.weights.source import PairSource
+from trainer_agent._weights.source import PairSource
 
 require_vllm()
 pytestmark = pytest.mark.filterwarnings("default")
@@ -76,7 +76,7 @@ class SlowSender(Sender):
 
 
 def send(info: Any, client: Any) -> None:
-    from trainer_agent.vllm.trainer_engine import (  # noqa: PLC0415 - after require_vllm
+    from trainer_agent._vllm.trainer_engine import (  # noqa: PLC0415 - after require_vllm
         WavebusTrainerEngine,
     )
 
@@ -89,7 +89,7 @@ def send(info: Any, client: Any) -> None:
 )
 def test_an_interrupt_ends_every_wait(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender is closed, so that engines that wait for it give up, too."""
-    from trainer_agent.vllm.trainer_engine import (  # noqa: PLC0415 - after require_vllm
+    from trainer_agent._vllm.trainer_engine import (  # noqa: PLC0415 - after require_vllm
         WavebusTrainerInitInfo,
     )
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from bus._protocol.core.failures import Failure
+from bus._protocol.core.membership import Membership, Peer
 from bus.messages import EngineFacts, Join, NackCode, Role
-from bus.protocol.core.failures import Failure
-from bus.protocol.core.membership import Membership, Peer
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, facts
 
 
