@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import structlog
 
-    from bus.protocol.core.effects import Note
+    from bus._protocol.core.effects import Note
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 # Fields that identify peer and update come first in every line, in this order.

@@ -30,7 +30,7 @@ from trainer_agent import RolloutBuffer, RolloutClient, TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainer_agent.rollouts.results import Completion
+    from trainer_agent import Completion
 
 BOS, SEP, LETTERS = 1, 3, range(4, 12)
 LENGTH = 6  # tokens of an answer

@@ -28,7 +28,7 @@ from trainer_agent import TrainerAgent
 async def main() -> None:
     """A broker of its own, one engine, one request that lives through three sleeps."""
     broker = subprocess.Popen(  # noqa: ASYNC220 - our own command, quickly started
-        [sys.executable, "-m", "bus.cli.main", "broker", "--listen", "tcp://127.0.0.1:*"],
+        [sys.executable, "-m", "bus._cli.main", "broker", "--listen", "tcp://127.0.0.1:*"],
         stdout=subprocess.PIPE,
         text=True,
     )

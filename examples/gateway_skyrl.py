@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # vLLM loads the stand-in for NCCL by this entry point.
 ENTRY_POINTS = """\
 [vllm.general_plugins]
-wavebus = sidecar.vllm.plugin:register
+wavebus = sidecar._vllm.plugin:register
 wavebus_pair = tests.support.pair_plugin:register
 """
 
@@ -146,7 +146,7 @@ def start(
     """Starts a command of wavebus, which ends with the stack."""
     process = stack.enter_context(
         subprocess.Popen(  # noqa: S603 - our own commands
-            [sys.executable, "-m", "bus.cli.main", *command],
+            [sys.executable, "-m", "bus._cli.main", *command],
             stdout=subprocess.PIPE,
             stderr=stack.enter_context(log.open("w")),
             text=True,

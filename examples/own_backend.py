@@ -7,7 +7,7 @@ python examples/own_backend.py
 
 Here trainer, sidecar and engine are one process, which registers both ends in code. Engines
 that `wavebus sidecar` or vLLM starts find your receiver as an entry point instead: see
-bus/weight_transfer/registry.py.
+bus/_weight_transfer/registry.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from safetensors.torch import load, save
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.base import Receiver, Sender
-from bus.weight_transfer.formats import decode, encode
-from bus.weight_transfer.registry import register_receiver, register_sender
+from bus.weight_transfer import Receiver, Sender, decode, encode, register_receiver, register_sender
 from lab.demo.policy import make_policy, save_checkpoint
 from lab.network import PolicyConfig
 from sidecar import Sidecar
@@ -37,8 +35,7 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.manifest import TensorMeta
-    from bus.weight_transfer.allocation import RankAssignment, World
+    from bus.weight_transfer import RankAssignment, TensorMeta, World
 
 # -- what the two ends say to each other over the bus: small, and typed --------------
 
@@ -157,7 +154,7 @@ async def serve_and_update(broker: str, folder: Path) -> None:
 
 def main() -> None:
     register()
-    command = [sys.executable, "-m", "bus.cli.main", "broker", "--listen", "tcp://127.0.0.1:*"]
+    command = [sys.executable, "-m", "bus._cli.main", "broker", "--listen", "tcp://127.0.0.1:*"]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as broker,  # noqa: S603

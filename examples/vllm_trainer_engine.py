@@ -89,7 +89,7 @@ def refused(agent: SyncTrainerAgent, model: Policy) -> None:
 
 
 async def serve_and_update(broker: str, folder: Path) -> None:
-    from sidecar.vllm.inprocess_engine import VllmEngine  # noqa: PLC0415
+    from sidecar.vllm import VllmEngine  # noqa: PLC0415
 
     torch.manual_seed(0)
     model = make_policy(PolicyConfig())
@@ -154,7 +154,7 @@ async def greedy_of_a_fresh_engine(checkpoint: Path) -> list[int]:
 
 def main() -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in ON_A_CPU.items()})
-    command = [sys.executable, "-m", "bus.cli.main", "broker", "--listen", "tcp://127.0.0.1:*"]
+    command = [sys.executable, "-m", "bus._cli.main", "broker", "--listen", "tcp://127.0.0.1:*"]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as broker,  # noqa: S603

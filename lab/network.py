@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sidecar.embedded.qwen3 import Qwen3, Qwen3Config, attend_whole, rope_of
+from sidecar._embedded.qwen3 import Qwen3, Qwen3Config, attend_whole, rope_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sidecar.sidecar import Sidecar
+    from sidecar._sidecar import Sidecar
 
 __all__ = ["Sidecar"]
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     vLLM's processes import the plugin, and so this package, but they need no ``Sidecar``.
     """
     if name == "Sidecar":
-        from sidecar.sidecar import Sidecar  # noqa: PLC0415
+        from sidecar._sidecar import Sidecar  # noqa: PLC0415
 
         return Sidecar
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The interface between a sidecar and its engine.
 
 An adapter implements :class:`Engine` for one kind of engine. It has no timeouts, makes no retries,
-and does not know fencing epochs: the session machine (:mod:`bus.protocol.engine.session`) decides
+and does not know fencing epochs: the session machine (:mod:`bus._protocol.engine.session`) decides
 which call may be made when. The sidecar makes one call at a time, with two exceptions.
 :meth:`Engine.in_flight`, :meth:`Engine.died` and :meth:`Engine.call_off` may run during any other
 call. :meth:`Engine.request_ids` and a second :meth:`Engine.pause` may run during a ``wait`` pause.
@@ -23,13 +23,13 @@ from bus.messages import (
     SleepLevel,
     Target,
 )
-from bus.protocol.engine.operations import Done, Drain, Extend, UpdateOperation
+from bus.operations import Done, Drain, Extend, UpdateOperation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.shared_pages.core_status import CoreStatusView
-    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
+    from sidecar._shared_pages.core_status import CoreStatusView
+    from sidecar._shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 # How long a booted engine may take to answer the calls of a starting sidecar.
 START_ANSWER_S: Final = 120.0
@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Writes until when the engine stays paused without its sidecar. Never blocks.
 
         If the lease is not renewed in time, the engine reads that on its lease page
-        (:mod:`sidecar.shared_pages.pause_lease`), and ends the pause by itself.
+        (:mod:`sidecar._shared_pages.pause_lease`), and ends the pause by itself.
 
         Args:
             lease: the lease of the engine's pause; None if the engine is not paused.
@@ -189,7 +189,7 @@ class Engine(Protocol):
         """
 
     async def perform(self, operation: UpdateOperation) -> Done:
-        """Carries out one operation of an update (:mod:`bus.protocol.engine.operations`).
+        """Carries out one operation of an update (:mod:`bus.operations`).
 
         Args:
             operation: the operation. An engine refuses those that it lacks (:func:`unsupported`).

@@ -148,7 +148,7 @@ def test_no_folder_holds_more_than_16_modules() -> None:
 
 
 def test_no_module_lies_deeper_than_4_levels() -> None:
-    """`sidecar/vllm/plugin/core/swap.py` is at level 4."""
+    """`sidecar/_vllm/plugin/core/swap.py` is at level 4."""
     assert [shown(p) for p in modules() if len(p.relative_to(ROOT).parts) - 1 > MAX_LEVELS] == []
 
 
@@ -177,11 +177,11 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import bus",
-        "import bus.cli.main",
-        "import bus.runtime.broker_server",
-        "import bus.protocol.engine.session",
+        "import bus._cli.main",
+        "import bus._runtime.broker_server",
+        "import bus._protocol.engine.session",
         "import trainer_agent",
-        "import sidecar.vllm.plugin",
+        "import sidecar._vllm.plugin",
     ],
 )
 def test_an_import_loads_no_torch(statement: str) -> None:
@@ -191,19 +191,19 @@ def test_an_import_loads_no_torch(statement: str) -> None:
 
 def test_torch_is_found_where_it_is_loaded() -> None:
     """The check above can fail."""
-    assert "torch" in loaded_by("import bus.weight_transfer.base")
+    assert "torch" in loaded_by("import bus._weight_transfer.base")
 
 
 def test_a_help_text_loads_no_machines() -> None:
     """They and structlog, with rich, took half of the time of `wavebus --help`."""
     loaded = loaded_by(
-        "from bus.cli.main import main\n"
+        "from bus._cli.main import main\n"
         "import sys\n"
         "sys.argv = ['wavebus', '--help']\n"
         "try:\n    main()\nexcept SystemExit:\n    pass"
     )
-    assert "bus.cli.broker" in loaded
-    assert loaded & {"bus.protocol.group.group", "structlog", "rich", "torch", "vllm"} == set()
+    assert "bus._cli.broker" in loaded
+    assert loaded & {"bus._protocol.group.group", "structlog", "rich", "torch", "vllm"} == set()
 
 
 def hidden_names(table: symtable.SymbolTable) -> Iterator[str]:
@@ -256,17 +256,25 @@ def test_no_class_is_longer_than_250_lines() -> None:
     assert LONG_CLASSES.keys() <= long.keys()
 
 
+def mirrored(folder: Path) -> Path:
+    """The folder of the product that a folder below `tests/unit` stands for."""
+    found = ROOT
+    for part in folder.parts:
+        found = next((found / n for n in (part, f"_{part}") if (found / n).is_dir()), found / part)
+    return found
+
+
 def test_unit_tests_mirror_the_modules() -> None:
-    """`tests/unit/bus/journal/test_replay_torn.py` tests `bus/journal/replay.py`: the file's name
-    begins with the module's, or the folder is one module's."""
+    """`tests/unit/bus/journal/test_replay_torn.py` tests `bus/_journal/replay.py`: the file's name
+    begins with the module's, or the folder is one module's. Tests have no `_` before the names."""
     astray = []
     for path in sorted((ROOT / "tests/unit").rglob("test_*.py")):
         inner = path.relative_to(ROOT / "tests/unit")
         if inner.parts[0] not in PACKAGES:
             continue
-        folder = ROOT / inner.parent
+        folder = mirrored(inner.parent)
         stem = inner.stem.removeprefix("test_")
-        names = [p.stem for p in folder.glob("*.py")] + [p.name for p in folder.glob("*/")]
+        names = [p.stem.removeprefix("_") for p in (*folder.glob("*.py"), *folder.glob("*/"))]
         if not any(stem == name or stem.startswith(f"{name}_") for name in names):
             astray.append(shown(path))
     assert astray == []

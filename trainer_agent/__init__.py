@@ -9,24 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from trainer_agent.agent import TrainerAgent
-    from trainer_agent.canary import Canary
-    from trainer_agent.report import UpdateReport
-    from trainer_agent.rollouts.client import RolloutClient
-    from trainer_agent.rollouts.rollout_buffer import RolloutBuffer
-    from trainer_agent.rollouts.sync_client import SyncRolloutClient
-    from trainer_agent.sync_agent import SyncTrainerAgent
-    from trainer_agent.weights.cpu_cache import CpuCache
-    from trainer_agent.weights.shared_memory import share_memory
-    from trainer_agent.weights.source import WeightSource
+    from trainer_agent._agent import TrainerAgent
+    from trainer_agent._canary import Canary
+    from trainer_agent._report import UpdateReport
+    from trainer_agent._rollouts.client import RolloutClient
+    from trainer_agent._rollouts.results import (
+        Attempt,
+        ChatCompletion,
+        Choice,
+        Completion,
+        Span,
+        TokenDelta,
+    )
+    from trainer_agent._rollouts.rollout_buffer import RolloutBuffer
+    from trainer_agent._rollouts.sync_client import SyncRolloutClient
+    from trainer_agent._sync_agent import SyncTrainerAgent
+    from trainer_agent._weights.cpu_cache import CpuCache
+    from trainer_agent._weights.shared_memory import share_memory
+    from trainer_agent._weights.source import WeightSource
 
 __all__ = [
+    "Attempt",
     "Canary",
+    "ChatCompletion",
+    "Choice",
+    "Completion",
     "CpuCache",
     "RolloutBuffer",
     "RolloutClient",
+    "Span",
     "SyncRolloutClient",
     "SyncTrainerAgent",
+    "TokenDelta",
     "TrainerAgent",
     "UpdateReport",
     "WeightSource",
@@ -34,16 +48,22 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "Canary": "trainer_agent.canary",
-    "CpuCache": "trainer_agent.weights.cpu_cache",
-    "RolloutBuffer": "trainer_agent.rollouts.rollout_buffer",
-    "RolloutClient": "trainer_agent.rollouts.client",
-    "SyncRolloutClient": "trainer_agent.rollouts.sync_client",
-    "SyncTrainerAgent": "trainer_agent.sync_agent",
-    "TrainerAgent": "trainer_agent.agent",
-    "UpdateReport": "trainer_agent.report",
-    "WeightSource": "trainer_agent.weights.source",
-    "share_memory": "trainer_agent.weights.shared_memory",
+    "Attempt": "trainer_agent._rollouts.results",
+    "Canary": "trainer_agent._canary",
+    "ChatCompletion": "trainer_agent._rollouts.results",
+    "Choice": "trainer_agent._rollouts.results",
+    "Completion": "trainer_agent._rollouts.results",
+    "CpuCache": "trainer_agent._weights.cpu_cache",
+    "RolloutBuffer": "trainer_agent._rollouts.rollout_buffer",
+    "RolloutClient": "trainer_agent._rollouts.client",
+    "Span": "trainer_agent._rollouts.results",
+    "SyncRolloutClient": "trainer_agent._rollouts.sync_client",
+    "SyncTrainerAgent": "trainer_agent._sync_agent",
+    "TokenDelta": "trainer_agent._rollouts.results",
+    "TrainerAgent": "trainer_agent._agent",
+    "UpdateReport": "trainer_agent._report",
+    "WeightSource": "trainer_agent._weights.source",
+    "share_memory": "trainer_agent._weights.shared_memory",
 }
 
 

@@ -21,7 +21,7 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
         sender: the name of the sending peer, or ``broker``.
         boot: identifies the sending process; after a restart it is another number.
         group: the group that the message concerns; empty: none.
-        epoch: the fencing epoch; see :mod:`bus.protocol.group.group`.
+        epoch: the fencing epoch; see :mod:`bus._protocol.group.group`.
         seq: grows with every frame of one ``boot``, so that receivers drop old and repeated frames.
         body: the encoded message.
     """

@@ -106,7 +106,7 @@ class TransferDrain(Message, frozen=True):
 class Staging(Struct, frozen=True):
     """Options of a staged update: loaded into spare memory, then swapped in between two steps.
 
-    :mod:`bus.protocol.group.staging` says when staging is possible.
+    :mod:`bus._protocol.group.staging` says when staging is possible.
 
     Attributes:
         required: True: an engine that can't stage the update refuses the ARM. False: the engine
@@ -137,7 +137,7 @@ class Arm(Message, frozen=True):
         target: the model that the update is for.
         backend: the transport that brings the weights.
         communicator: the number of the transport's communicator; 0: no collectives.
-        names, dtypes, shapes, chunk_ends: see :class:`bus.manifest.Manifest`. Empty: the manifest
+        names, dtypes, shapes, chunk_ends: see :class:`bus._manifest.Manifest`. Empty: the manifest
             is known by its digest.
         counts: a patch's number of changed elements per tensor; empty: a whole set of weights.
         base: the only version that a patch applies to; 0: no patch.
@@ -146,7 +146,7 @@ class Arm(Message, frozen=True):
         canary: how the pause treats requests if probes run before the COMMIT; empty: none run.
         digest: the digest of the manifest.
         scope: these stale DP groups catch up with the group's ``version``, and the broker assigns
-            no other (:mod:`bus.protocol.group.catch_up`). Empty: all DP groups.
+            no other (:mod:`bus._protocol.group.catch_up`). Empty: all DP groups.
         staging: how the update may be staged; None: it is loaded in a pause.
         default_quorum: True: the user has not chosen ``quorum``, so the broker raises it to all DP
             groups if some engines prefill for others.
@@ -158,7 +158,7 @@ class Arm(Message, frozen=True):
         is_open: True: more tensors may follow, by :class:`ArmPart`. Engines then accept tensors of
             which others are missing, and check at UPDATE_FINISH that all have come.
         after: the version that the group serves before the update, from the broker. An engine at
-            another one has missed an update, and drops its LoRA adapters (:mod:`bus.lora`).
+            another one has missed an update, and drops its LoRA adapters (:mod:`bus._lora`).
     """
 
     update_id: UpdateId
@@ -238,7 +238,7 @@ class ArmPart(Message, frozen=True):
     Attributes:
         update_id: the update.
         part: the part's number; the tensors of ARM are part 0.
-        names, dtypes, shapes, chunk_ends: the part's tensors, as :class:`bus.manifest.Manifest`.
+        names, dtypes, shapes, chunk_ends: the part's tensors, as :class:`bus._manifest.Manifest`.
             The indexes of ``chunk_ends`` count from the part's first tensor.
         digest: the digest of the manifest of all parts so far, with this one.
     """
@@ -259,7 +259,7 @@ class ChunkSent(Message, frozen=True):
         update_id: the update.
         chunk: the chunk's number, from 0.
         verify: how much of the chunk is verified.
-        sums: one checksum per tensor (:mod:`bus.weight_transfer.checksum`); empty: nothing is
+        sums: one checksum per tensor (:mod:`bus._weight_transfer.checksum`); empty: nothing is
             verified.
     """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from bus.cli.options import json_option, options_of
+from bus._cli.options import json_option, options_of
 from bus.errors import UsageError, WavebusError
 from lab.bench import process
 from lab.bench.plans import (
@@ -124,7 +124,7 @@ def require_engines(plan: EnginesPlan) -> None:
     require_modules("torch", "aiohttp")
     if plan.engine == "vllm":
         plan.check()
-    from bus.weight_transfer.registry import receiver_backends  # noqa: PLC0415 - it needs torch
+    from bus._weight_transfer.registry import receiver_backends  # noqa: PLC0415 - it needs torch
 
     known = receiver_backends()
     if plan.over not in known:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from bus.keys import AUTHORIZED, BROKER_KEY_VARIABLE, KEY_VARIABLE, Key, write_pair
-from bus.runtime.zmq_curve import new_pair
+from bus._keys import AUTHORIZED, BROKER_KEY_VARIABLE, KEY_VARIABLE, Key, write_pair
+from bus._runtime.zmq_curve import new_pair
 from lab.bench.harness import in_turn, median, raise_file_limit, say
 from lab.bench.programs.raw_zmq import RawRouter
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
     from pathlib import Path
 
-    from bus.keys import FileRole
+    from bus._keys import FileRole
     from lab.bench.harness import Bench, Worker
     from lab.bench.plans import ControlPlan
 

@@ -26,8 +26,8 @@ import aiohttp
 from lab.bench.harness import say
 from lab.bench.streams import PROMPT_TOKENS, greedy, prompt_of
 from lab.demo.processes import VLLM_ON_CPU
-from sidecar.supervision.launch import free_port
-from sidecar.supervision.ranks import rank_options
+from sidecar._supervision.launch import free_port
+from sidecar._supervision.ranks import rank_options
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -215,7 +215,7 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
 
     After the updates all servers must serve the same weights, by their tokens and checksums, with
     one exception. On CPUs, vLLM packs experts for its kernels when they are first loaded, but not
-    at updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So the experts of a server that
+    at updates (0.32; see :mod:`sidecar._vllm.plugin.loading.cpu`). So the experts of a server that
     vLLM updates by itself give wrong answers. These experts and answers are not compared, and the
     other servers' answers are compared with those of the trainer's own model. ``ways`` has each
     way's server. ``native`` is updated without a bus, and ``gateway`` through a gateway.

@@ -220,7 +220,7 @@ class Bench(contextlib.AsyncExitStack):
             BenchFailed: it has not started.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bus.cli.main", "gateway", "--broker", broker),
+            *(sys.executable, "-m", "bus._cli.main", "gateway", "--broker", broker),
             *("--group", group, "--listen", "127.0.0.1:0", "--log-level", "error", *options),
             stdout=asyncio.subprocess.PIPE,
         )

@@ -28,7 +28,7 @@ from lab.bench.fleet import server_argv
 from lab.bench.harness import BenchFailed, in_turn, median, medians, say
 from lab.demo.processes import VLLM_ON_CPU
 from lab.network import Network, PolicyConfig, save_network
-from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
+from sidecar._supervision.ranks import RankLaunchPlan, RankSupervisor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from bus.cli.options import NamedPath, check_parent, checked, option
+from bus._cli.options import NamedPath, check_parent, checked, option
 from bus.errors import UsageError
 from lab.bench.process import LoopChoice  # noqa: TC001 - an option's type, read by options_of
 

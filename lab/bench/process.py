@@ -11,8 +11,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
+from bus._runtime import event_loop
 from bus.errors import UsageError
-from bus.runtime import event_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine

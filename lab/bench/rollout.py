@@ -32,7 +32,7 @@ from lab.bench.fleet import on_cpu, server_argv
 from lab.bench.harness import BenchFailed, in_turn, kill, median, medians, say, title
 from lab.bench.streams import percentile
 from lab.network import Network, PolicyConfig, save_network
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 
 if TYPE_CHECKING:
     from lab.bench.harness import Bench, Worker

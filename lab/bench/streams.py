@@ -17,7 +17,7 @@ import aiohttp
 
 from bus.errors import UsageError
 from lab.bench.harness import BenchFailed
-from trainer_agent.rollouts.attempt import Cut, Piece, pieces
+from trainer_agent._rollouts.attempt import Cut, Piece, pieces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence

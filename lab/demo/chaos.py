@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors.torch import save_file
 
+from bus._journal.reader import Entry, read
+from bus._journal.records import FrameSent
+from bus._journal.replay import Unplayable, replay_lives
+from bus._journal.writer import journal_files
 from bus.errors import WavebusError
-from bus.journal.reader import Entry, read
-from bus.journal.records import FrameSent
-from bus.journal.replay import Unplayable, replay_lives
-from bus.journal.writer import journal_files
 from bus.messages import Commit
 from bus.messages.codec import decode
 from lab.demo.learner import GrpoConfig, GrpoLearner
@@ -38,14 +38,14 @@ from lab.demo.processes import (
 from lab.demo.rollouts import Counts, RolloutPool
 from lab.demo.trainer_process import TrainerProcess
 from lab.network import PolicyConfig
-from trainer_agent.sync_agent import SyncTrainerAgent
+from trainer_agent._sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
-    from bus.journal.reader import Item
+    from bus._journal.reader import Item
     from lab.demo.learner import Rollout
     from lab.demo.plan import DemoPlan
 

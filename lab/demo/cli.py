@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import configure_log, json_option, options_of
+from bus._cli.options import configure_log, json_option, options_of
 from bus.errors import UsageError
 from lab.demo.plan import DemoPlan
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bus.cli.options import NamedPath, check_parent, checked, option
+from bus._cli.options import NamedPath, check_parent, checked, option
 from bus.errors import UsageError
-from trainer_agent.options import How  # noqa: TC001 - an option's type, read by options_of
+from trainer_agent._options import How  # noqa: TC001 - an option's type, read by options_of
 
 
 @dataclass(frozen=True)

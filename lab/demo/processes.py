@@ -28,7 +28,7 @@ import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
 if os.getppid() != int(sys.argv.pop(1)):
     sys.exit("the demo has ended")
-runpy.run_module("bus.cli.main", run_name="__main__", alter_sys=True)
+runpy.run_module("bus._cli.main", run_name="__main__", alter_sys=True)
 """
 # The environment and options of a tiny model's vLLM server on a CPU; others ignore the environment.
 VLLM_ON_CPU: Final = {

@@ -20,13 +20,13 @@ from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, WavebusError
 from lab.demo import task
 from lab.demo.learner import GrpoConfig, Rollout
 from lab.demo.processes import GROUP
-from trainer_agent.bus_thread import event_loop_thread
-from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent._bus_thread import event_loop_thread
+from trainer_agent._rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
 
-    from trainer_agent.rollouts.results import Choice, TokenDelta
+    from trainer_agent._rollouts.results import Choice, TokenDelta
 
 _PATIENCE_S: Final = 120.0
 # Why an attempt ended early, as the demo's report has it.

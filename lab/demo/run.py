@@ -20,7 +20,7 @@ from lab.demo.policy import copy_of, make_policy, save_checkpoint
 from lab.demo.processes import GROUP, Processes
 from lab.demo.rollouts import Counts, RolloutPool
 from lab.network import PolicyConfig
-from trainer_agent.sync_agent import SyncTrainerAgent
+from trainer_agent._sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from bus.messages import EngineView
     from lab.demo.plan import DemoPlan
-    from trainer_agent.report import UpdateReport
+    from trainer_agent._report import UpdateReport
 
 # The most optimizer steps of a run, and the held-out reward at which it ends.
 STEPS: Final = 480

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from bus.errors import WavebusError
-from trainer_agent.sync_agent import SyncTrainerAgent
+from trainer_agent._sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 _BOOT_S: Final = 60.0
 _NEW: Final = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork

@@ -24,14 +24,14 @@ from lab.demo import task
 from lab.demo.policy import make_policy, save_checkpoint
 from lab.demo.processes import BROKER_TIMES, GROUP, Processes
 from lab.network import PolicyConfig
-from trainer_agent.agent import TrainerAgent
-from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent._agent import TrainerAgent
+from trainer_agent._rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lab.demo.plan import DemoPlan
-    from trainer_agent.rollouts.results import Choice
+    from trainer_agent._rollouts.results import Choice
 
 _TURNS: Final = 3
 _NEW_TOKENS: Final = 5  # of the prompt, in each turn

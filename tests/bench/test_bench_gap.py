@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.cli.main import run
+from bus._cli.main import run
 from tests.support.procs import run_wavebus
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
 from tests.support.procs import run_wavebus
 
 

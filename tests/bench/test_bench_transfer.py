@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
 from lab.bench.gateway import compared
 from lab.bench.transfer import covered_s
 from tests.support.procs import run_wavebus

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.cli.main import run
+from bus._cli.main import run
 from lab.bench.harness import BenchFailed
 from lab.bench.programs.vllm_server import called, foreign_plugins
 from lab.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
 from lab.bench.updates import UpdateRound
 from lab.bench.vllm_transfer import figures_of, window
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.operations import PERFORM
+from sidecar._vllm.plugin.worker_rpc import SWAP
 from sidecar.embedded import EmbeddedEngine
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.worker_rpc import SWAP
 from tests.support.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from bus.keys import security
+from bus._keys import security
+from bus._runtime.status_client import fetch_status
+from bus._runtime.zmq_transport import ZmqServer
 from bus.messages import Join, Nack, StatusRequest, Welcome, codec
-from bus.runtime.status_client import fetch_status
-from bus.runtime.zmq_transport import ZmqServer
 from lab.bench.harness import Bench, Worker
 from tests.support.frames import BarePeer
 from tests.support.fuzz import Fuzz
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bus.keys import Security
+    from bus._keys import Security
 
 FRAMES: Final = int(os.environ.get("WAVEBUS_CHAOS_FRAMES", "5000"))
 CONNECTIONS: Final = int(os.environ.get("WAVEBUS_CHAOS_CONNECTIONS", "150"))

@@ -10,8 +10,8 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from bus.journal.reader import Entry, read
-from bus.journal.replay import Unplayable, replay_lives
+from bus._journal.reader import Entry, read
+from bus._journal.replay import Unplayable, replay_lives
 from tests.model import _chaos
 from tests.model._play import SHARE
 from tests.model._schedules import play_all, told

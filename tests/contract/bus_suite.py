@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from bus._weight_transfer.allocation import StagingCapacity
+from bus._weight_transfer.registry import make_receiver, receiver_backends
 from bus.errors import ManifestRefused, Refused, UsageError
 from bus.messages import NackCode, Resume
-from bus.protocol.engine.operations import ArmManifest, Done, Open, ReceiveChunk
-from bus.weight_transfer.allocation import StagingCapacity
-from bus.weight_transfer.registry import make_receiver, receiver_backends
+from bus.operations import ArmManifest, Done, Open, ReceiveChunk
 from examples.own_backend import register as register_own_backend
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
@@ -27,7 +27,7 @@ from tests.support.broker import a_broker
 from tests.support.links import Links
 from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bus.manifest import Manifest
+    from bus._manifest import Manifest
+    from bus._runtime.broker_server import BrokerServer
+    from bus._weight_transfer.base import Receiver
     from bus.messages import Escalation, SleepLevel
-    from bus.runtime.broker_server import BrokerServer
-    from bus.weight_transfer.base import Receiver
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 LEASE_MS = 20_000
 LOOK_S = 0.01

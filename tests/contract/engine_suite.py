@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pytest
 
+from bus._manifest import Manifest
+from bus._weight_transfer.allocation import NO_RANK
 from bus.errors import EngineError
-from bus.manifest import Manifest
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import NO_RANK
 from tests.support.push import Push, plan
 from tests.support.steps import steps
 from trainer_agent import CpuCache

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from bus.messages import RequestLimits
-from sidecar.embedded.engine import EmbeddedEngine
-from sidecar.embedded.sampling import SamplingParams
+from sidecar._embedded.engine import EmbeddedEngine
+from sidecar._embedded.sampling import SamplingParams
 from tests.contract.bus_suite import BusContract
 from tests.contract.data_routes_suite import API_KEY, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch

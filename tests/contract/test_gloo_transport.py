@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bus._weight_transfer import gloo
+from bus._weight_transfer.allocation import RankAssignment, World
+from bus._weight_transfer.formats import GlooInit, decode, encode
+from bus._weight_transfer.gloo import GlooReceiver, GlooSender
+from bus._weight_transfer.registry import make_receiver
 from bus.errors import EngineError, WavebusError
 from bus.messages import NackCode
-from bus.weight_transfer import gloo
-from bus.weight_transfer.allocation import RankAssignment, World
-from bus.weight_transfer.formats import GlooInit, decode, encode
-from bus.weight_transfer.gloo import GlooReceiver, GlooSender
-from bus.weight_transfer.registry import make_receiver
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.source import meta_of
 
 LOCAL = "127.0.0.1"
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.errors import EngineError, UsageError
-from bus.messages import NackCode
-from bus.weight_transfer import cuda, formats
-from bus.weight_transfer.allocation import NO_RANK, RankAssignment
-from bus.weight_transfer.cuda import current_gpu, resolve_gpu
-from bus.weight_transfer.formats import (
+from bus._weight_transfer import cuda, formats
+from bus._weight_transfer.allocation import NO_RANK, RankAssignment
+from bus._weight_transfer.cuda import current_gpu, resolve_gpu
+from bus._weight_transfer.formats import (
     BroadcastChunk,
     IpcInit,
     IpcMemory,
@@ -27,21 +25,23 @@ from bus.weight_transfer.formats import (
     decode,
     encode,
 )
-from bus.weight_transfer.ipc import IpcReceiver, IpcSender, _Mapped
-from bus.weight_transfer.nccl import NcclReceiver, NcclSender, _as_contiguous_bytes
-from bus.weight_transfer.packing import ViewCache, check_lent, pack, packed_offsets
-from bus.weight_transfer.registry import make_receiver, make_sender
-from bus.weight_transfer.registry import receiver_backends as receivers
-from bus.weight_transfer.registry import sender_backends as senders
+from bus._weight_transfer.ipc import IpcReceiver, IpcSender, _Mapped
+from bus._weight_transfer.nccl import NcclReceiver, NcclSender, _as_contiguous_bytes
+from bus._weight_transfer.packing import ViewCache, check_lent, pack, packed_offsets
+from bus._weight_transfer.registry import make_receiver, make_sender
+from bus._weight_transfer.registry import receiver_backends as receivers
+from bus._weight_transfer.registry import sender_backends as senders
+from bus.errors import EngineError, UsageError
+from bus.messages import NackCode
 from tests.contract.transfer_suite import METAS, TENSORS, raw
 from trainer_agent import SyncTrainerAgent, TrainerAgent
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.weight_transfer.base import Receiver
-    from bus.weight_transfer.packing import ReceivedChunk
+    from bus._weight_transfer.base import Receiver
+    from bus._weight_transfer.packing import ReceivedChunk
 
 HANDLE = bytes(range(64))
 MEMORY = IpcMemory(HANDLE, 4096)

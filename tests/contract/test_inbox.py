@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bus._weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus._weight_transfer.formats import transfer_failed
+from bus._weight_transfer.gloo import GlooReceiver
+from bus._weight_transfer.packing import ViewCache, packed_offsets
+from bus._weight_transfer.registry import make_receiver, make_sender
+from bus._weight_transfer.shm import ShmReceiver
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
-from bus.weight_transfer.formats import transfer_failed
-from bus.weight_transfer.gloo import GlooReceiver
-from bus.weight_transfer.packing import ViewCache, packed_offsets
-from bus.weight_transfer.registry import make_receiver, make_sender
-from bus.weight_transfer.shm import ShmReceiver
-from sidecar.transfer.chunk_receiver import ChunkReceiver
-from trainer_agent.weights.source import meta_of
+from sidecar._transfer.chunk_receiver import ChunkReceiver
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bus.manifest import TensorMeta
-    from bus.weight_transfer.base import Receiver
-    from bus.weight_transfer.packing import ReceivedChunk, Tensors
+    from bus._manifest import TensorMeta
+    from bus._weight_transfer.base import Receiver
+    from bus._weight_transfer.packing import ReceivedChunk, Tensors
 
 LIMIT_S = 60.0
 CPU = torch.device("cpu")

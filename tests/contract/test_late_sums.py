@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bus._weight_transfer.checksum import checksums
+from bus._weight_transfer.packing import ViewCache, packed_offsets
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.checksum import checksums
-from bus.weight_transfer.packing import ViewCache, packed_offsets
-from sidecar.transfer import verification
-from sidecar.transfer.verification import DeferredSums
-from trainer_agent.weights.source import meta_of
+from sidecar._transfer import verification
+from sidecar._transfer.verification import DeferredSums
+from trainer_agent._weights.source import meta_of
 
 METAS = (meta_of("a", torch.zeros(3, 40)), meta_of("b", torch.zeros(500)))
 

@@ -10,7 +10,7 @@ import pytest
 
 def run_without(module: str, *command: str) -> str:
     """What `wavebus` prints in a process that can't import a module."""
-    program = f"import sys; sys.modules[{module!r}] = None; from bus.cli.main import main; main()"
+    program = f"import sys; sys.modules[{module!r}] = None; from bus._cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, *command], capture_output=True, text=True, check=False
     )

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.errors import EngineError, UsageError
-from bus.manifest import TensorMeta
-from bus.messages import NackCode
-from bus.weight_transfer.registry import (
+from bus._manifest import TensorMeta
+from bus._weight_transfer.registry import (
     BackendRegistry,
     make_receiver,
     make_sender,
     register_receiver,
     register_sender,
 )
-from sidecar.transfer.verification import check_delivered
+from bus.errors import EngineError, UsageError
+from bus.messages import NackCode
+from sidecar._transfer.verification import check_delivered
 from tests.contract.transfer_suite import TransferContract
 from tests.support.procs import ROOT
 

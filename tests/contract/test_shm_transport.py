@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.errors import EngineError
-from bus.locked_paths import SHM_PREFIX
-from bus.messages import NackCode
-from bus.weight_transfer.allocation import ALONE, NO_RANK
-from bus.weight_transfer.formats import (
+from bus._locked_paths import SHM_PREFIX
+from bus._weight_transfer.allocation import ALONE, NO_RANK
+from bus._weight_transfer.formats import (
     SHM_FOLDER,
     LentTensors,
     PackedChunk,
@@ -25,11 +23,13 @@ from bus.weight_transfer.formats import (
     decode,
     encode,
 )
-from bus.weight_transfer.registry import make_receiver, make_sender
-from bus.weight_transfer.shm import ShmSender, allocate, sweep
+from bus._weight_transfer.registry import make_receiver, make_sender
+from bus._weight_transfer.shm import ShmSender, allocate, sweep
+from bus.errors import EngineError
+from bus.messages import NackCode
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
 from tests.support.users import as_nobody
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pytest
 
+from bus._runtime import zmq_transport
+from bus._runtime.broker_server import BrokerServer
+from bus._runtime.clock import AsyncioScheduler
+from bus._runtime.zmq_transport import ZmqClient, ZmqServer
 from bus.errors import UsageError
 from bus.messages import (
     MAX_FRAME_BYTES,
@@ -22,16 +26,12 @@ from bus.messages import (
     StatusRequest,
     codec,
 )
-from bus.runtime import zmq_transport
-from bus.runtime.broker_server import BrokerServer
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 from tests.sim.memory_network import MemoryNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from bus.runtime.interfaces import ClientTransport, ServerTransport
+    from bus._runtime.interfaces import ClientTransport, ServerTransport
 
 LIMIT_S = 60.0
 BIG = 8 * 1024 * 1024
@@ -530,7 +530,7 @@ def test_a_port_of_zero_is_any_free_one() -> None:
 
 FORGOTTEN = """
 import asyncio, gc
-from bus.runtime.zmq_transport import ZmqClient
+from bus._runtime.zmq_transport import ZmqClient
 
 async def main():
     client = ZmqClient("tcp://127.0.0.1:1", b"forgotten")

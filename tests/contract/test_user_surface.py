@@ -30,13 +30,20 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
 # The implementation, wherever it lives: the one place to edit when modules move.
-from bus import errors
-from bus.cli.main import main, wavebus
+from bus import errors, operations
+from bus._cli.main import main, wavebus
+from bus._journal import records
+from bus._journal.reader import Entry, read
+from bus._journal.writer import journal_files
+from bus._manifest import Manifest, TensorMeta
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.dp.watchdog import Health
+from bus._settings import DEFAULT_BROKER, DEFAULT_FILE
+from bus._weight_transfer.allocation import RankAssignment, World
+from bus._weight_transfer.base import Receiver, Sender
+from bus._weight_transfer.formats import decode, encode
+from bus._weight_transfer.registry import register_receiver, register_sender
 from bus.errors import DecodeError, EngineDead, EngineError, Refused, WavebusError, refusal
-from bus.journal import records
-from bus.journal.reader import Entry, read
-from bus.journal.writer import journal_files
-from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     MAX_FRAME_BYTES,
     WIRE_NAMES,
@@ -53,14 +60,6 @@ from bus.messages import (
     Target,
     Verify,
 )
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.dp.watchdog import Health
-from bus.protocol.engine import operations
-from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
-from bus.weight_transfer.allocation import RankAssignment, World
-from bus.weight_transfer.base import Receiver, Sender
-from bus.weight_transfer.formats import decode, encode
-from bus.weight_transfer.registry import register_receiver, register_sender
 from lab.bench import cli as bench_cli
 from lab.bench import control, fleet, harness, pause, transfer, updates
 from lab.bench import gateway as gateway_bench
@@ -73,10 +72,10 @@ from lab.demo import run as demo_run
 from lab.demo import twin as demo_twin
 from lab.demo.plan import DemoPlan
 from sidecar import Sidecar
-from sidecar.dp_coordinator.__main__ import coordinator
+from sidecar._dp_coordinator.__main__ import coordinator
+from sidecar._vllm.inprocess_engine import VllmEngine
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Engine, EngineInfo
-from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint
 from tests.support.log_calls import LogCalls
 from tests.support.procs import PATIENT
@@ -110,7 +109,7 @@ from trainer_agent import (
     WeightSource,
     share_memory,
 )
-from trainer_agent.options import How, PauseArguments, Quorum, UpdateArguments
+from trainer_agent._options import How, PauseArguments, Quorum, UpdateArguments
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

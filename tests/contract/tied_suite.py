@@ -18,7 +18,7 @@ from tests.contract.engine_suite import PROMPT, EngineUnderTest, contract
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = "model.embed_tokens.weight"

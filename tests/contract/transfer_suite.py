@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
+from bus._weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus._weight_transfer.checksum import checksums
+from bus._weight_transfer.registry import make_receiver, make_sender
+from bus._weight_transfer.registry import receiver_backends as receivers
+from bus._weight_transfer.registry import sender_backends as senders
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
-from bus.weight_transfer.checksum import checksums
-from bus.weight_transfer.registry import make_receiver, make_sender
-from bus.weight_transfer.registry import receiver_backends as receivers
-from bus.weight_transfer.registry import sender_backends as senders
-from sidecar.transfer.verification import check_delivered, check_sums
-from trainer_agent.weights.source import meta_of
+from sidecar._transfer.verification import check_delivered, check_sums
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bus.manifest import TensorMeta
+    from bus._manifest import TensorMeta
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # After the fault has ended, so many updates may fail, each by a named error, before one is
 # committed everywhere.
 _ATTEMPTS: Final = 4
-# Of an error: what a sender says whose patience has ended (bus/weight_transfer/entry_barrier.py).
+# Of an error: what a sender says whose patience has ended (bus/_weight_transfer/entry_barrier.py).
 _WAITED_OUT: Final = ("did not get ready within", "not all ends took part within")
 _NAMED: Final = frozenset(
     {"Refused", "ManifestRefused", "PauseFailed", "UpdateFailed", "BusTimeout"}

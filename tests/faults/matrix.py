@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from tests.faults.steps import COLLECTIVE_STEPS, STAGED_STEPS, STEPS
 
 if TYPE_CHECKING:
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 # What fails, as a name of :class:`tests.faults.world.World`. An embedded engine lives in its
 # sidecar's process. So "sidecar" is one with an engine of its own, and "engine" is one of two that

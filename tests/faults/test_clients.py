@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.rollouts.results import Choice
+    from trainer_agent._rollouts.results import Choice
 
 SILENCE_S = 2.0
 LIMIT_S = 120.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bus.runtime.status_client import fetch_status
+from bus._runtime.status_client import fetch_status
 from tests.faults.test_clients import Load
 from tests.faults.test_faults import ALL
 from tests.support.broadcasts import described

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 
 from bus.messages import Arm, Commit, Heartbeat, Join, PauseLocal
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 from tests.support import swap_hold
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.clients import Asked, Client
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 LOCKSTEP: Final = ("m-0", "m-1")
 _OF_ONE_VERSION: Final = 2

@@ -161,7 +161,7 @@ def _per_expert(state: dict[str, torch.Tensor], experts: int) -> dict[str, torch
 @contextlib.asynccontextmanager
 async def bus(options: argparse.Namespace, folder: Path, logs: Path) -> AsyncIterator[str]:
     """A broker and the DP group, for the length of a block; the broker's address."""
-    wavebus = [sys.executable, "-m", "bus.cli.main"]
+    wavebus = [sys.executable, "-m", "bus._cli.main"]
     broker = subprocess.Popen(  # noqa: ASYNC220 - our own command, quickly started
         [*wavebus, "broker", "--listen", "tcp://127.0.0.1:*", "--log-format", "json"],
         stdout=subprocess.PIPE,

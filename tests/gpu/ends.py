@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from bus._weight_transfer import rendezvous
+from bus._weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus._weight_transfer.checksum import checksums
+from bus._weight_transfer.registry import make_receiver, make_sender
 from bus.errors import WavebusError
-from bus.weight_transfer import rendezvous
-from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
-from bus.weight_transfer.checksum import checksums
-from bus.weight_transfer.registry import make_receiver, make_sender
-from sidecar.transfer.verification import check_delivered
-from trainer_agent.weights.source import meta_of
+from sidecar._transfer.verification import check_delivered
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

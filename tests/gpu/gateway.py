@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 LIMIT_S: Final = {"a": 120.0, "b-nccl": 120.0, "b-ipc": 120.0, "c": 240.0}
 STEPS: Final = 20
@@ -428,9 +428,9 @@ def by_gateway(given: Given, weights: dict[str, Tensor]) -> float:
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
-    from bus.weight_transfer.allocation import World  # noqa: PLC0415 - where a case needs it
+    from bus._weight_transfer.allocation import World  # noqa: PLC0415 - where a case needs it
     from lab.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
-    from trainer_agent.vllm.init_info import native_info  # noqa: PLC0415 - same
+    from trainer_agent._vllm.init_info import native_info  # noqa: PLC0415 - same
 
     workers = len(given.engines["large"])
     options = ("--allow-pickled-handles",) if given.transport == "ipc" else ()

@@ -28,11 +28,11 @@ import aiohttp
 import torch
 
 from bus.errors import UsageError, WavebusError
-from sidecar.vllm.core_state import parse_version
+from sidecar._vllm.core_state import parse_version
 from tests.gpu.checkpoints import dense_config, make
 from tests.gpu.serving import EngineSpec, Serving
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.rollouts.attempt import Cut, PieceSpan, pieces, prefill
+from trainer_agent._rollouts.attempt import Cut, PieceSpan, pieces, prefill
 
 TOKENS: Final = 160
 CLIENTS: Final = 8

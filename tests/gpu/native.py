@@ -48,7 +48,7 @@ from trainer_agent import SyncTrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 300.0

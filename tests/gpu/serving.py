@@ -175,7 +175,7 @@ def _gpu(index: int) -> str:
 
 def wavebus() -> list[str]:
     """The command, of the checkout that this is."""
-    return [sys.executable, "-m", "bus.cli.main"]
+    return [sys.executable, "-m", "bus._cli.main"]
 
 
 def descendants(pid: int) -> list[int]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidecar.lease_agreement import LeaseAgreement, RankLease
-from sidecar.shared_pages.pause_lease import PauseLeasePage
+from sidecar._lease_agreement import LeaseAgreement, RankLease
+from sidecar._shared_pages.pause_lease import PauseLeasePage
 
 if TYPE_CHECKING:
-    from sidecar.shared_pages.pause_lease import PauseLease
+    from sidecar._shared_pages.pause_lease import PauseLease
 
 dist: Any = torch.distributed
 TIMEOUT = timedelta(seconds=60)

@@ -12,10 +12,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from bus._lora import adapter_of, removes_adapter
+from bus._weight_transfer.allocation import StagingCapacity
+from bus._weight_transfer.registry import make_receiver
+from bus._weight_transfer.shm import ShmReceiver
 from bus.errors import Refused, UpdateFailed, UsageError
-from bus.lora import adapter_of, removes_adapter
 from bus.messages import NackCode
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     Done,
     Finish,
@@ -24,14 +27,11 @@ from bus.protocol.engine.operations import (
     ReceiveChunk,
     Restore,
 )
-from bus.weight_transfer.allocation import StagingCapacity
-from bus.weight_transfer.registry import make_receiver
-from bus.weight_transfer.shm import ShmReceiver
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.transfer.chunk_receiver import ChunkReceiver
-from sidecar.transfer.lora import IncomingAdapter
-from sidecar.transfer.verification import check_sums
+from sidecar._transfer.chunk_receiver import ChunkReceiver
+from sidecar._transfer.lora import IncomingAdapter
+from sidecar._transfer.verification import check_sums
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import an_engine, assert_serve
@@ -41,7 +41,7 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bus.manifest import Manifest
+    from bus._manifest import Manifest
     from bus.messages import EngineView, PauseMode
     from sidecar.engine import EngineInfo
 
@@ -301,8 +301,8 @@ def test_an_embedded_engine_has_no_adapters(tmp_path: Path) -> None:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's host has another tmpfs than engines of this process."""
-    monkeypatch.setattr("bus.weight_transfer.shm.SHM_FOLDER", "/nonexistent")
-    monkeypatch.setattr("bus.weight_transfer.formats.SHM_FOLDER", "/nonexistent")
+    monkeypatch.setattr("bus._weight_transfer.shm.SHM_FOLDER", "/nonexistent")
+    monkeypatch.setattr("bus._weight_transfer.formats.SHM_FOLDER", "/nonexistent")
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -483,7 +483,7 @@ def test_an_engine_that_shared_memory_does_not_reach(monkeypatch: pytest.MonkeyP
 
             def from_another_host(receiver: ShmReceiver, params: bytes, place: Any) -> None:
                 with monkeypatch.context() as patch:
-                    patch.setattr("bus.weight_transfer.shm.SHM_FOLDER", "/nonexistent")
+                    patch.setattr("bus._weight_transfer.shm.SHM_FOLDER", "/nonexistent")
                     opened(receiver, params, place)
 
             monkeypatch.setattr(ShmReceiver, "open", from_another_host)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bus.errors import ManifestRefused, UsageError
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.errors import UpdateFailed
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 from tests.support.broadcasts import described
 from tests.support.checkpoints import perturbed
 from tests.support.gloo_group import join, start_broadcast
 from tests.support.http_fleet import fleet
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.weights.source import tensor_metas
+from trainer_agent._update.plan import UpdatePlan
+from trainer_agent._weights.source import tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bus.messages import GroupStatus
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
-    from trainer_agent.canary import Score, Tokens
+    from trainer_agent._canary import Score, Tokens
 
 LIMIT_S = 120.0
 LONG = 500

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.group.timeouts import next_deadline_ms
+from bus._weight_transfer.registry import register_receiver, register_sender
+from bus._weight_transfer.shm import ShmReceiver, ShmSender
 from bus.errors import EngineError, UpdateFailed
 from bus.messages import NackCode
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.group.timeouts import next_deadline_ms
-from bus.weight_transfer.registry import register_receiver, register_sender
-from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
+from sidecar._supervision.launch import free_port
 from sidecar.embedded import EmbeddedEngine
-from sidecar.supervision.launch import free_port
 from tests.contract.bus_suite import until
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bus.protocol.engine.operations import ArmManifest, Done
-    from bus.protocol.group.group import Group
-    from bus.runtime.broker_server import BrokerServer
+    from bus._protocol.group.group import Group
+    from bus._runtime.broker_server import BrokerServer
+    from bus.operations import ArmManifest, Done
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 

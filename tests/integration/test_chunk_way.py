@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from bus._protocol.core.effects import Send
+from bus._protocol.core.instructions import Ask
+from bus._protocol.engine.calls import Job
 from bus.messages import Envelope, WeightChunkMeta
-from bus.protocol.core.effects import Send
-from bus.protocol.core.instructions import Ask
-from bus.protocol.engine.calls import Job
-from bus.protocol.engine.operations import ReceiveChunk
+from bus.operations import ReceiveChunk
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
 from tests.support.broker import a_broker
@@ -122,7 +122,7 @@ def test_the_page_lists_the_files_that_a_chunk_passes(tmp_path: Path) -> None:
 
     found = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
     passed = found.files
-    receiver = {file for file in passed if file.startswith("bus/weight_transfer/")}
+    receiver = {file for file in passed if file.startswith("bus/_weight_transfer/")}
     assert receiver
     rows = page().splitlines()
     way = files_in(row for row in rows[: rows.index("| engine | files | all |")] if "|" in row)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
+from bus._runtime.status_client import fetch_status
 from bus.messages import OutView
-from bus.runtime.status_client import fetch_status
 from tests.support.processes import descendants
 from tests.support.procs import Proc, run_wavebus, wavebus
 
@@ -34,10 +34,10 @@ LIMIT_S = 60.0
 @pytest.mark.parametrize(
     "module",
     [
-        "bus.cli.main",
+        "bus._cli.main",
         "lab.bench.programs",
-        "sidecar.dp_coordinator",
-        "sidecar.supervision.reaper",
+        "sidecar._dp_coordinator",
+        "sidecar._supervision.reaper",
         "lab.demo.policy",
     ],
 )
@@ -69,7 +69,7 @@ def test_a_broker_serves_though_its_output_can_not_be_written(
     sidecar.wait_event("joined")
     bus.broker.stop()
     shell = ("sh", "-c", f'exec "$0" "$@" {redirection}')
-    command = (sys.executable, "-m", "bus.cli.main", "broker", "--listen", bus.address)
+    command = (sys.executable, "-m", "bus._cli.main", "broker", "--listen", bus.address)
     with Proc(*shell, *command, "--journal", str(tmp_path / "journal")) as broker:
         sidecar.wait_event("joined")
         seen = run_wavebus("status", "--broker", bus.address, "--timeout-s", str(LIMIT_S))
@@ -78,7 +78,7 @@ def test_a_broker_serves_though_its_output_can_not_be_written(
 
 
 def test_an_error_that_can_not_be_written_keeps_its_exit_code() -> None:
-    program = "import sys; from bus.cli.main import main; main()"
+    program = "import sys; from bus._cli.main import main; main()"
     for arguments, code in (
         (("stat",), 2),
         (("status", "--timeout-s", "0.2", "--broker", "tcp://127.0.0.1:1"), 3),
@@ -222,7 +222,7 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_needs_no_torch() -> None:
     """The command and its help come up without the slow libraries."""
     code = (
-        "import sys; from bus.cli.main import run; run(['sidecar', '--help']);"
+        "import sys; from bus._cli.main import run; run(['sidecar', '--help']);"
         "run(['demo', '--help']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -230,7 +230,7 @@ def test_help_needs_no_torch() -> None:
 
 def test_a_gateway_needs_no_torch_until_it_updates() -> None:
     """Its memory is that of streams, then: torch alone takes 200 MB."""
-    code = "import sys; import trainer_agent.gateway.server; sys.exit('torch' in sys.modules)"
+    code = "import sys; import trainer_agent._gateway.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -261,9 +261,9 @@ def test_doctor_prints_what_to_do(
 ) -> None:
     """It finds the broker, shared memory and the clock; --json has a hint for each problem. Where
     there is a vLLM, it is imported in a process of its own."""
-    monkeypatch.setattr("bus.cli.doctor._ANSWER_S", LIMIT_S)
+    monkeypatch.setattr("bus._cli.doctor._ANSWER_S", LIMIT_S)
     if not has_vllm:
-        monkeypatch.setattr("sidecar.doctor._vllm_version", lambda: None)
+        monkeypatch.setattr("sidecar._doctor._vllm_version", lambda: None)
     code = run(["doctor", "--broker", bus.address, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is (code == 0)

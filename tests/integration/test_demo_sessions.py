@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
 from lab.demo import twin
 from lab.demo.plan import DemoPlan
 from tests.support.procs import run_wavebus

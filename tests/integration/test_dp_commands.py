@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.runtime.status_client import fetch_status
-from sidecar.shared_pages.core_status import CoreStatusReader
-from sidecar.supervision.launch import free_port
+from bus._runtime.status_client import fetch_status
+from sidecar._shared_pages.core_status import CoreStatusReader
+from sidecar._supervision.launch import free_port
 from tests.integration.test_killed import engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import PATIENCE_S, wavebus

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.protocol.dp.coordinator import StartCores
+from bus._protocol.dp.coordinator import StartCores
 from tests.support.fake_group import DP_GROUP, FakeGroup, ready_group
 from tests.support.procs import PATIENT, ROOT, Proc, run_wavebus, wavebus
 
@@ -222,7 +222,7 @@ def test_it_ends_with_its_parent_however_that_ends() -> None:
         """
         import os, subprocess, sys, time
         coordinator = subprocess.Popen(
-            [sys.executable, "-m", "sidecar.dp_coordinator", "--dp-group", "g", "--size", "2"],
+            [sys.executable, "-m", "sidecar._dp_coordinator", "--dp-group", "g", "--size", "2"],
             stdin=subprocess.PIPE,
         )
         if os.fork() == 0:
@@ -267,7 +267,7 @@ def test_ctrl_c_is_not_for_it() -> None:
 )
 def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "sidecar.dp_coordinator", *arguments],
+        [sys.executable, "-m", "sidecar._dp_coordinator", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -283,7 +283,7 @@ def test_a_wrong_option_is_named(arguments: list[str], said: str) -> None:
 def test_it_imports_neither_torch_nor_vllm() -> None:
     """It starts in a moment, and is small."""
     program = (
-        "import sys, sidecar.dp_coordinator.__main__; "
+        "import sys, sidecar._dp_coordinator.__main__; "
         "print([m for m in ('torch', 'vllm', 'numpy', 'aiohttp') if m in sys.modules])"
     )
     ended = subprocess.run(

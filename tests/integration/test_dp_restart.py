@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.runtime.status_client import fetch_status
+from bus._runtime.status_client import fetch_status
 from tests.integration.test_killed import engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import run_wavebus, wavebus

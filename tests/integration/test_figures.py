@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.protocol.engine.operations import Start
-from sidecar.shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
+from bus.operations import Start
+from sidecar._shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.dp_engine import GroupEngine, begin
 from tests.support.dp_group import DpGroup, bounded, coordinated, steady

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PROGRAM = """
 import atexit, json, os, random, sys, uuid
-from bus.ids import new_boot
+from bus._ids import new_boot
 atexit.register(lambda: sys.stderr.write("bye"))
 told = {"pid": os.getpid(), "argv": sys.argv, "env": dict(os.environ), "cwd": os.getcwd()}
 told |= {"name": __name__, "path": sys.path[0], "group": os.getpgrp(), "session": os.getsid(0)}
@@ -82,7 +82,7 @@ def test_a_forked_sidecar_joins_by_its_own_pid(bus: Bus) -> None:
 
 def test_a_variable_of_the_interpreter_wants_a_process_of_its_own() -> None:
     """It was read when the server began."""
-    argv = (sys.executable, "-m", "bus.cli.main")
+    argv = (sys.executable, "-m", "bus._cli.main")
     assert can_fork(argv, {})
     assert not can_fork(argv, {"PYTHONHASHSEED": "1"})
     assert not can_fork((sys.executable, "-c", "pass"), {})
@@ -90,7 +90,7 @@ def test_a_variable_of_the_interpreter_wants_a_process_of_its_own() -> None:
 
 def test_an_order_that_is_too_long_leaves_nothing_open(tmp_path: Path) -> None:
     order = {"X": "x" * 1_000_000}
-    argv = (sys.executable, "-m", "bus.cli.main")
+    argv = (sys.executable, "-m", "bus._cli.main")
     helped = run_forked((*argv, "--help"), env={}, cwd=tmp_path, timeout_s=60)  # the server stays
     assert helped.returncode == 0
     before = set(Path("/proc/self/fd").iterdir())

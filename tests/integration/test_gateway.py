@@ -20,7 +20,7 @@ from tests.integration.test_rollouts import clients_of
 from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus, wavebus
 from trainer_agent import TrainerAgent
-from trainer_agent.gateway.checksums import WeightChecksums
+from trainer_agent._gateway.checksums import WeightChecksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import pytest
 from tests.support.broadcasts import described
 from tests.support.checkpoints import perturbed
 from tests.support.http_fleet import LIMIT_S, Fleet, fleet, run
-from trainer_agent.update import transport
+from trainer_agent._update import transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

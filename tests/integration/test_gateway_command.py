@@ -38,7 +38,7 @@ STREAM_MB = 0.19
 
 
 def front_command(bus: Bus) -> list[str]:
-    command = [sys.executable, "-m", "bus.cli.main", "gateway"]
+    command = [sys.executable, "-m", "bus._cli.main", "gateway"]
     return [*command, "--broker", bus.address, "--listen", "127.0.0.1:0"]
 
 

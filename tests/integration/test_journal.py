@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import load_file
 
-from bus.journal.reader import Entry, read
-from bus.journal.records import MAGIC, pack
-from bus.journal.writer import journal_files
+from bus._journal.reader import Entry, read
+from bus._journal.records import MAGIC, pack
+from bus._journal.writer import journal_files
 from tests.support.procs import ROOT, Proc, run_wavebus
 from trainer_agent import SyncTrainerAgent
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors.torch import load_file
 
+from bus._runtime.status_client import fetch_status
+from bus._weight_transfer.gloo import GlooSender
 from bus.errors import PauseFailed, UpdateFailed
 from bus.rejection import is_closed
-from bus.runtime.status_client import fetch_status
-from bus.weight_transfer.gloo import GlooSender
 from tests.support.procs import ROOT, Proc
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import torch
 
+from bus._protocol.core.config import BrokerConfig
 from bus.errors import EngineError, WavebusError
 from bus.messages import NackCode
-from bus.protocol.core.config import BrokerConfig
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
+from sidecar._lease_agreement import LeaseAgreement, RankLease
+from sidecar._shared_pages.pause_lease import LeaseInMemory
 from sidecar.engine import EngineInfo
-from sidecar.lease_agreement import LeaseAgreement, RankLease
-from sidecar.shared_pages.pause_lease import LeaseInMemory
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate, held_pause
 from tests.support.broker import a_broker
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
     from bus.messages import PauseMode
-    from bus.protocol.engine.operations import LoadChunk, Restore
-    from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLease
+    from bus.operations import LoadChunk, Restore
+    from sidecar._shared_pages.pause_lease import LeaseOutcome, PauseLease
     from tests.integration.conftest import Bus
     from tests.support.checkpoints import Checkpoint
 
@@ -104,7 +104,7 @@ class Rank(ByStep, StubEngine):
 
 
 class Core:
-    """Implements :class:`sidecar.lease_agreement.RankCore`."""
+    """Implements :class:`sidecar._lease_agreement.RankCore`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -167,7 +167,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer tries for long to undo what it began, and here nobody will answer."""
-    monkeypatch.setattr("trainer_agent.guaranteed_delivery.CLEANUP_S", 0.1)
+    monkeypatch.setattr("trainer_agent._guaranteed_delivery.CLEANUP_S", 0.1)
 
 
 async def held(agent: TrainerAgent, paused: asyncio.Event) -> None:

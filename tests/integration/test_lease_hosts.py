@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
+from sidecar._shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
 from tests.integration.conftest import TIMES
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.procs import ROOT, Proc
@@ -144,7 +144,7 @@ print(len(generate(sys.argv[1])))
 def test_embedded_ranks_on_two_hosts_generate_again(hosts: list[str], moe: Checkpoint) -> None:
     """With their sidecars; the broker and the trainer are killed in a pause of both."""
     first, _ = ADDRESSES
-    wavebus = (sys.executable, "-m", "bus.cli.main")
+    wavebus = (sys.executable, "-m", "bus._cli.main")
     with contextlib.ExitStack() as stack:
         listen = ("--listen", f"tcp://{first}:*", *TIMES)
         broker = stack.enter_context(on(hosts[0], *wavebus, "broker", *listen))

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import zmq
 
+from bus._keys import read_keyring, security
+from bus._runtime.zmq_curve import new_pair
+from bus._runtime.zmq_transport import ZmqClient, ZmqServer
 from bus.errors import Refused, UsageError
-from bus.keys import read_keyring, security
 from bus.messages import (
     Ack,
     Commit,
@@ -32,8 +34,6 @@ from bus.messages import (
     Step,
     Welcome,
 )
-from bus.runtime.zmq_curve import new_pair
-from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from tests.support.broker import a_broker
@@ -217,7 +217,7 @@ def test_a_gateway_joins_with_the_keys_of_its_environment(keys: KeyFolder) -> No
         coordinator = (
             sys.executable,
             "-m",
-            "sidecar.dp_coordinator",
+            "sidecar._dp_coordinator",
             "--dp-group",
             "dp",
             "--size",

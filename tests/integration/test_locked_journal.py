@@ -7,7 +7,7 @@ import json
 import signal
 from typing import TYPE_CHECKING, Any
 
-from bus.keys import read_key
+from bus._keys import read_key
 from bus.messages import Heartbeat, Join, Nack, NackCode, Status, StatusRequest, Welcome
 from tests.support.frames import BarePeer
 from tests.support.keys import KeyFolder

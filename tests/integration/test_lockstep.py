@@ -11,7 +11,7 @@ import pytest
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from sidecar.shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
+from sidecar._shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED, STEPPING
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.dp_group import PATIENCE_S, DpGroup, bounded, coordinated
 

@@ -25,13 +25,13 @@ from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed
 from tests.support.procs import Proc, run_wavebus
 from trainer_agent import TrainerAgent
-from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent._rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from tests.integration.conftest import Bus
-    from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
+    from trainer_agent._rollouts.results import Choice, Completion, TokenDelta
 
 TIMEOUT_S = 120.0
 # An engine or a broker may get no processor for nearly as long.
@@ -784,7 +784,7 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many do not: none is said to have died of the request, which tries each once."""
-    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 1.0)
+    monkeypatch.setattr("trainer_agent._rollouts.client._CONNECT_S", 1.0)
 
     async def main() -> None:
         async with clients_of(honest) as client:
@@ -808,7 +808,7 @@ def test_engines_that_take_no_connection_are_not_asked_for_anything_else_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five that fail are the limit, but these have not been asked."""
-    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 1.0)
+    monkeypatch.setattr("trainer_agent._rollouts.client._CONNECT_S", 1.0)
 
     async def main() -> None:
         async with clients_of(honest) as client:
@@ -825,7 +825,7 @@ def test_engines_that_are_routed_and_take_nothing_are_no_engines(
 ) -> None:
     """For example, since what they advertise can't be reached from here. They are asked again
     before ``unavailable_s`` is over."""
-    monkeypatch.setattr("trainer_agent.rollouts.router._LONGEST_HOLD_S", 0.05)
+    monkeypatch.setattr("trainer_agent._rollouts.router._LONGEST_HOLD_S", 0.05)
 
     async def closed(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": "closed"}, status=503)

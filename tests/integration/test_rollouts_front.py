@@ -15,20 +15,20 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bus._runtime.status_client import fetch_status
 from bus.messages import RequestLimits
-from bus.runtime.status_client import fetch_status
 from tests.integration.test_rollouts import clients_of, event, honest, then
 from tests.support.generating import generating, streamed
 from trainer_agent import RolloutClient
-from trainer_agent.rollouts import front
-from trainer_agent.rollouts.attempt import UnknownModel
-from trainer_agent.rollouts.front import serve
+from trainer_agent._rollouts import front
+from trainer_agent._rollouts.attempt import UnknownModel
+from trainer_agent._rollouts.front import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.integration.conftest import Bus
-    from trainer_agent.rollouts.engine_pool import AttemptWatch
+    from trainer_agent._rollouts.engine_pool import AttemptWatch
 
 TIMEOUT_S = 60.0
 PROMPT = [5, 9, 77]

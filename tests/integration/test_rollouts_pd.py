@@ -23,7 +23,7 @@ from sidecar.engine import EngineInfo
 from tests.integration.test_rollouts import TIMEOUT_S, event, mute, raw, run, then
 from tests.support.broker import a_broker
 from tests.support.generating import generating, streamed
-from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent._rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests.integration.test_rollouts import clients_of, honest
 from tests.integration.test_rollouts_front import Letters, fronts_of, post, run
-from trainer_agent.rollouts.front import serve
+from trainer_agent._rollouts.front import serve
 
 METRICS = "# TYPE made counter\nmade %d\n# TYPE free gauge\nfree %d\n"
 

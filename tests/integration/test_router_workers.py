@@ -16,7 +16,7 @@ import pytest
 from aiohttp import test_utils, web
 from safetensors.torch import load_file
 
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 from tests.support.procs import Proc, run_wavebus, wavebus
 from trainer_agent import TrainerAgent
 

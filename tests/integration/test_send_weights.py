@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import bus.log
+from bus._weight_transfer.registry import register_receiver, register_sender
+from bus._weight_transfer.shm import ShmReceiver, ShmSender
 from bus.errors import ManifestRefused, NonFiniteWeights, UsageError
-from bus.weight_transfer.registry import register_receiver, register_sender
-from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
 
     from tests.support.checkpoints import Checkpoint
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 LIMIT_S = 300.0
 CHUNK_BYTES = 1 << 15  # many

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bus.messages import Message
     from tests.integration.conftest import Bus
     from tests.support.links import Passing, Way
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 LEASE_MS = 20_000
 # A peer connects anew to a broker that is silent for 6 s. The error is to be there before that, and
@@ -44,7 +44,7 @@ MOMENTS: dict[str, tuple[Callable[[Message], bool], set[str]]] = {
 @pytest.fixture(autouse=True)
 def _long_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the answers of a silent broker: it would be for longer than the test."""
-    monkeypatch.setattr("trainer_agent.guaranteed_delivery.CLEANUP_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("trainer_agent._guaranteed_delivery.CLEANUP_S", 10 * PATIENCE_S)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bus._protocol.core.config import BrokerConfig
+from bus._runtime.status_client import fetch_status
 from bus.errors import BusTimeout, UpdateFailed
 from bus.messages import NackCode
-from bus.protocol.core.config import BrokerConfig
-from bus.runtime.status_client import fetch_status
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar.shared_pages import core_status
+from sidecar._shared_pages import core_status
 from tests.support.broker import a_broker
 from tests.support.procs import ROOT, Proc
 from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
-from trainer_agent.weights.source import PairSource
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from bus.messages import PauseMode
-    from bus.protocol.engine.operations import ArmManifest, Done, Start
+    from bus.operations import ArmManifest, Done, Start
 
 TIMEOUT_S = 60.0
 WEIGHTS = {str(number): torch.zeros(4) for number in range(8)}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.errors import EngineError, Refused, UpdateFailed, UsageError
 from bus.messages import Abort, NackCode
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     Done,
     Finish,
@@ -20,7 +21,6 @@ from bus.protocol.engine.operations import (
     Start,
     SwapStaged,
 )
-from bus.weight_transfer.allocation import StagingCapacity
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from sidecar.engine import EngineInfo

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 
+from bus._weight_transfer.registry import register_receiver, register_sender
+from bus._weight_transfer.shm import ShmReceiver, ShmSender
 from bus.errors import ManifestRefused, Refused, UpdateFailed, UsageError
 from bus.messages import NackCode
-from bus.weight_transfer.registry import register_receiver, register_sender
-from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.fsdp import train

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from bus._runtime.zmq_transport import ZmqServer
 from bus.errors import Refused
 from bus.messages import (
     WIRE_NAMES,
@@ -16,7 +17,6 @@ from bus.messages import (
     Welcome,
     codec,
 )
-from bus.runtime.zmq_transport import ZmqServer
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from tests.support.broker import a_broker

@@ -11,12 +11,12 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from bus.journal.records import MAGIC
-from bus.journal.render import line
-from bus.journal.replay import Unplayable, replay_lives
+from bus._journal.records import MAGIC
+from bus._journal.render import line
+from bus._journal.replay import Unplayable, replay_lives
+from bus._protocol.core.link import LinkState
+from bus._protocol.group.catch_up import stale_dp_groups
 from bus.messages import Staging
-from bus.protocol.core.link import LinkState
-from bus.protocol.group.catch_up import stale_dp_groups
 from tests.model import test_wave_model as waves
 from tests.model._play import Action, Play, Schedule
 from tests.model.test_whole_model import KINDS as WHOLE_KINDS

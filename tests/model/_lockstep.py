@@ -1,7 +1,7 @@
 """A DP group in simulated time: ranks that step in lockstep, front ends, a DP coordinator.
 
 The ranks' waves are the embedded engine's own machine
-(:class:`sidecar.embedded.parallel.waves.RankWaves`), the coordinator is the real DP coordinator's,
+(:class:`sidecar._embedded.parallel.waves.RankWaves`), the coordinator is the real DP coordinator's,
 the sidecars' machines and the broker are the real ones. Made up are the collectives: one
 lasts a moment once every rank is in it, and ranks that wait in different ones wait for
 ever, which is the wedge that must never be.
@@ -17,23 +17,23 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.core.link import LinkState
+from bus._protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
+from bus._protocol.engine.calls import Call, CallEscalate, CallPause, CallResume
+from bus._runtime.peer import PeerClient, route_of
 from bus.messages import CoordinatorFacts, Heartbeat, Join, WaveComplete, WaveStarted
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.link import LinkState
-from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
-from bus.protocol.engine.calls import Call, CallEscalate, CallPause, CallResume
-from bus.runtime.peer import PeerClient, route_of
-from sidecar.dp_coordinator.frames import CoreReport
-from sidecar.embedded.parallel.waves import RankWaves
+from sidecar._dp_coordinator.frames import CoreReport
+from sidecar._embedded.parallel.waves import RankWaves
 from tests.sim.engine import SimEngine
 from tests.sim.ground_truth import InvariantViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from bus._protocol.dp.coordinator import CoordinatorEffect
+    from bus._runtime.interfaces import Handle
     from bus.messages import Envelope, Message, PauseMode
-    from bus.protocol.dp.coordinator import CoordinatorEffect
-    from bus.runtime.interfaces import Handle
     from tests.sim.world import SimWorld
 
 HOP_MS: Final = 0.3  # between processes of one host

@@ -9,6 +9,15 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+from bus._protocol.core.link import LinkState
+from bus._protocol.engine.calls import (
+    Call,
+    CallCommit,
+    CallPause,
+    CallResume,
+    CallSleep,
+    CallWakeWeights,
+)
 from bus.errors import Refused
 from bus.messages import (
     WIRE_NAMES,
@@ -24,16 +33,7 @@ from bus.messages import (
     Verify,
     codec,
 )
-from bus.protocol.core.link import LinkState
-from bus.protocol.engine.calls import (
-    Call,
-    CallCommit,
-    CallPause,
-    CallResume,
-    CallSleep,
-    CallWakeWeights,
-)
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     Extend,
     Finish,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import bus.log
-from bus.protocol.group import routing
+from bus._protocol.group import routing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

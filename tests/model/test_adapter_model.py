@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.protocol.engine.operations import Finish, Restore
+from bus.operations import Finish, Restore
 from tests.model._play import Play, Schedule, play_all, reached, schedules
 from tests.sim.ground_truth import InvariantViolation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.protocol.engine.calls import CallProbe
+from bus._protocol.engine.calls import CallProbe
 from tests.model._play import CALLS, Play, play_all, reached, schedules
 
 if TYPE_CHECKING:

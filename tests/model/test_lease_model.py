@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from sidecar.lease_agreement import AgreementState, LeaseAgreement, RankLease
-from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLease
+from sidecar._lease_agreement import AgreementState, LeaseAgreement, RankLease
+from sidecar._shared_pages.pause_lease import LeaseOutcome, PauseLease
 from tests.support.lease_store import LeaseStore
 
 if TYPE_CHECKING:
-    from sidecar.shared_pages.pause_lease import OutcomeState
+    from sidecar._shared_pages.pause_lease import OutcomeState
 
 FAR_NS = 2**62
 KINDS = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.protocol.group.update import UpdateState
+from bus._protocol.group.update import UpdateState
 from tests.model._play import CALLS, Play, play_all, reached, schedules
 from tests.sim.ground_truth import InvariantViolation
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from bus.journal.records import FrameReceived, FrameSent
-from bus.journal.render import as_json, decode_frame, line
-from bus.journal.replay import Unplayable, replay_lives
-from bus.journal.spans import spans
+from bus._journal.records import FrameReceived, FrameSent
+from bus._journal.render import as_json, decode_frame, line
+from bus._journal.replay import Unplayable, replay_lives
+from bus._journal.spans import spans
 from bus.messages import Ack, Commit, Step
 from tests.model import test_sleep_model, test_whole_model
 from tests.model._play import Play, Schedule, play_all, reached, schedules
@@ -17,8 +17,8 @@ from tests.model._play import Play, Schedule, play_all, reached, schedules
 if TYPE_CHECKING:
     from collections import Counter
 
-    from bus.journal.reader import Entry
-    from bus.journal.replay import Difference
+    from bus._journal.reader import Entry
+    from bus._journal.replay import Difference
 
 KINDS = test_whole_model.KINDS + test_sleep_model.KINDS
 

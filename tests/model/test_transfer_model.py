@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from bus.messages import Nack, NackCode, Staging
-from bus.protocol.engine.operations import Open
+from bus.operations import Open
 from tests.model._play import Play, Schedule, play_all, reached, schedules
 
 if TYPE_CHECKING:

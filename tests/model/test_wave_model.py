@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from bus._protocol.core.link import LinkState
+from bus._protocol.dp.wave import WaveState
+from bus._protocol.engine.calls import CallPause
+from bus._protocol.group.pause import PauseState
 from bus.messages import FirstReqHeld, PauseLocal, StartDpWave, codec
-from bus.protocol.core.link import LinkState
-from bus.protocol.dp.wave import WaveState
-from bus.protocol.engine.calls import CallPause
-from bus.protocol.group.pause import PauseState
 from tests.model._lockstep import LockstepGroup
 from tests.model._play import SETTLE_MS, play_all, reached
 from tests.sim.ground_truth import InvariantViolation
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
+    from bus._protocol.dp.groups import DpGroup
     from bus.messages import Escalation, PauseMode
-    from bus.protocol.dp.groups import DpGroup
     from tests.sim.trainer import SimTrainer
 
 _MODES: Final[list[PauseMode]] = ["keep", "keep", "wait", "abort"]

@@ -265,7 +265,7 @@ def test_the_mutant_is_caught(runs: dict[str, Future[Run]], patch: Path) -> None
 def test_most_guarantees_of_the_machines_stand_in_properties() -> None:
     """At least half of the mutants that break a machine of the protocol are caught by properties of
     all that happens, in models and schedules, and not by examples."""
-    machines = [p for p in PATCHES if "\n+++ b/bus/protocol/" in p.read_text(encoding="utf-8")]
+    machines = [p for p in PATCHES if "\n+++ b/bus/_protocol/" in p.read_text(encoding="utf-8")]
     suites = [header_of(patch).suite[0] for patch in machines]
     by_property = [each for each in suites if each.startswith(PROPERTIES)]
     assert 2 * len(by_property) >= len(machines) >= 14

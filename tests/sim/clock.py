@@ -22,7 +22,7 @@ class _Timer:
 
 
 class SimScheduler:
-    """Implements :class:`bus.runtime.interfaces.Scheduler` with simulated time.
+    """Implements :class:`bus._runtime.interfaces.Scheduler` with simulated time.
 
     Timers of the same time run in the order in which they were set.
     """

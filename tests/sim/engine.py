@@ -1,6 +1,6 @@
 """An engine with its sidecar, simulated: the real machines, a made-up engine, no asyncio.
 
-It mirrors ``sidecar/sidecar.py``: a frame arrives, the session machine decides, an engine
+It mirrors ``sidecar/_sidecar.py``: a frame arrives, the session machine decides, an engine
 call is made and returns after a simulated time, and its result goes back into the
 machine. :attr:`SimEngine.truth` says what the engine really does meanwhile.
 """
@@ -12,6 +12,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.core.failures import Failure
+from bus._protocol.core.link import LinkConfig, LinkState
+from bus._protocol.engine.calls import (
+    COMMANDS,
+    Call,
+    CallCancel,
+    CallEscalate,
+    CallPause,
+    CallProbe,
+    CallResult,
+    CallResume,
+    CallStrengthenPause,
+    SessionEffect,
+)
+from bus._protocol.engine.session import EngineSession
+from bus._runtime.peer import PeerClient, route_of
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.errors import EngineError
 from bus.messages import (
     Ack,
@@ -29,22 +47,7 @@ from bus.messages import (
     Resume,
     Step,
 )
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.failures import Failure
-from bus.protocol.core.link import LinkConfig, LinkState
-from bus.protocol.engine.calls import (
-    COMMANDS,
-    Call,
-    CallCancel,
-    CallEscalate,
-    CallPause,
-    CallProbe,
-    CallResult,
-    CallResume,
-    CallStrengthenPause,
-    SessionEffect,
-)
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     Done,
     LoadChunk,
@@ -52,16 +55,13 @@ from bus.protocol.engine.operations import (
     ReceiveChunk,
     SwapStaged,
 )
-from bus.protocol.engine.session import EngineSession
-from bus.runtime.peer import PeerClient, route_of
-from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.ground_truth import GroundTruth, InvariantViolation
 from tests.sim.rank_lease import SimLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.runtime.interfaces import Handle, Scheduler
+    from bus._runtime.interfaces import Handle, Scheduler
     from tests.sim.process import Process
 
 TENSORS: Final = ("embed", "block.0", "block.1", "head")

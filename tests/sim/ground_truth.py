@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bus.errors import EngineError
-from bus.lora import adapter_of
-from bus.messages import NackCode, ProbeResult
-from bus.protocol.engine.calls import (
+from bus._lora import adapter_of
+from bus._protocol.engine.calls import (
     Call,
     CallAbortRequests,
     CallAdmit,
@@ -29,7 +27,9 @@ from bus.protocol.engine.calls import (
     CallStrengthenPause,
     CallWakeWeights,
 )
-from bus.protocol.engine.operations import (
+from bus.errors import EngineError
+from bus.messages import NackCode, ProbeResult
+from bus.operations import (
     ArmManifest,
     Extend,
     Finish,
@@ -44,7 +44,7 @@ from bus.protocol.engine.operations import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.manifest import Manifest
+    from bus._manifest import Manifest
     from bus.messages import Target
 
 GARBLED: Final = -1  # the payload of what broke on its way

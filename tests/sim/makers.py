@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.manifest import Manifest, TensorMeta
+from bus._manifest import Manifest, TensorMeta
+from bus._protocol.trainer.update import part_message
 from bus.messages import (
     Arm,
     ArmPart,
@@ -17,7 +18,6 @@ from bus.messages import (
     Verify,
     WeightChunkMeta,
 )
-from bus.protocol.trainer.update import part_message
 from tests.sim.engine import TENSORS
 
 if TYPE_CHECKING:

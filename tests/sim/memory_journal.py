@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.journal.reader import Entry
-from bus.journal.records import (
+from bus._journal.reader import Entry
+from bus._journal.records import (
     MAGIC,
     BrokerClosed,
     FileBegan,
@@ -22,14 +22,14 @@ from bus.journal.records import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.protocol.core.access import KeyRole
-    from bus.protocol.core.config import BrokerConfig
-    from bus.runtime.interfaces import Scheduler
+    from bus._protocol.core.access import KeyRole
+    from bus._protocol.core.config import BrokerConfig
+    from bus._runtime.interfaces import Scheduler
 
 
 class MemoryJournal:
-    """Implements :class:`bus.runtime.interfaces.Journal`. ``flushed`` counts the records that would
-    outlive the process."""
+    """Implements :class:`bus._runtime.interfaces.Journal`. ``flushed`` counts the records that
+    would outlive the process."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.runtime.interfaces import OnFrame, OnRoutedFrame, Scheduler
+    from bus._runtime.interfaces import OnFrame, OnRoutedFrame, Scheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.runtime.interfaces import Handle, OnFrame, OnRoutedFrame, Scheduler
+    from bus._runtime.interfaces import Handle, OnFrame, OnRoutedFrame, Scheduler
     from tests.sim.memory_network import MemoryClient, MemoryNetwork, MemoryServer
 
 
@@ -23,7 +23,7 @@ class Died(BaseException):
 
 
 class Process:
-    """Implements :class:`bus.runtime.interfaces.Scheduler`, and gives the ends of a network.
+    """Implements :class:`bus._runtime.interfaces.Scheduler`, and gives the ends of a network.
 
     Attributes:
         alive: it was not killed.
@@ -135,7 +135,7 @@ class _ProcessTimer:
 
 
 class Client:
-    """Implements :class:`bus.runtime.interfaces.ClientTransport`."""
+    """Implements :class:`bus._runtime.interfaces.ClientTransport`."""
 
     def __init__(self, process: Process, client: MemoryClient) -> None:
         self._process = process
@@ -159,7 +159,7 @@ class Client:
 
 
 class Server:
-    """Implements :class:`bus.runtime.interfaces.ServerTransport`."""
+    """Implements :class:`bus._runtime.interfaces.ServerTransport`."""
 
     def __init__(self, process: Process, network: MemoryNetwork, server: MemoryServer) -> None:
         self._process = process

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from bus._protocol.engine.calls import CallCommit, CallPause
 from bus.errors import EngineError
-from bus.protocol.engine.calls import CallCommit, CallPause
-from sidecar.pause_lease import PauseLeaseWriter
-from sidecar.shared_pages.pause_lease import LeaseInMemory
+from sidecar._pause_lease import PauseLeaseWriter
+from sidecar._shared_pages.pause_lease import LeaseInMemory
 
 if TYPE_CHECKING:
-    from bus.protocol.engine.calls import Call, SessionEffect
-    from bus.runtime.interfaces import Handle
-    from sidecar.shared_pages.pause_lease import LeaseOutcome, OutcomeState, PauseLease
+    from bus._protocol.engine.calls import Call, SessionEffect
+    from bus._runtime.interfaces import Handle
+    from sidecar._shared_pages.pause_lease import LeaseOutcome, OutcomeState, PauseLease
     from tests.sim.engine import SimEngine
 
 PERIOD_MS: Final = 200.0

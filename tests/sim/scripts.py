@@ -1,7 +1,7 @@
 """What a simulated trainer does, as scripts: generators that yield what is to be asked.
 
 An update's decisions are those of the library's machine, :class:`TrainerUpdate`; a script carries
-out what the machine asks for, as ``trainer_agent/update/update.py`` does.
+out what the machine asks for, as ``trainer_agent/_update/update.py`` does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from msgspec import structs
 
+from bus._lora import removal_backend
+from bus._manifest import NO_TENSORS
+from bus._protocol.trainer.chunk_window import ChunkWindow
+from bus._protocol.trainer.pause_window import PauseWindow
+from bus._protocol.trainer.update import TrainerUpdate, TrainerUpdateState, UpdateRequest
 from bus.errors import Refused, WavebusError, refusal
-from bus.lora import removal_backend
-from bus.manifest import NO_TENSORS
 from bus.messages import (
     Abort,
     ChunkSent,
@@ -45,16 +48,13 @@ from bus.messages import (
     Verify,
     WeightChunkMeta,
 )
-from bus.protocol.trainer.chunk_window import ChunkWindow
-from bus.protocol.trainer.pause_window import PauseWindow
-from bus.protocol.trainer.update import TrainerUpdate, TrainerUpdateState, UpdateRequest
 from tests.sim.engine import TENSORS
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bus.manifest import Manifest
+    from bus._manifest import Manifest
 
 # A script yields requests to be answered together, or a number of milliseconds to wait.
 Yielded: TypeAlias = "tuple[Message | Later, ...] | Batch | float"
@@ -139,8 +139,8 @@ class Steps(Acks):
 
 
 class Stream(Steps):
-    """The chunks of an update on their way, as ``trainer_agent/update/chunk_stream.py`` sends them,
-    and behind the last one all that is left to ask for.
+    """The chunks of an update on their way, as ``trainer_agent/_update/chunk_stream.py`` sends
+    them, and behind the last one all that is left to ask for.
 
     Args:
         send_ms: what it takes to send one chunk; one leaves after the other.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bus.protocol.engine.calls import CallCommit, CallPause, CallResume
-from bus.protocol.engine.operations import LoadChunk, Start
+from bus._protocol.engine.calls import CallCommit, CallPause, CallResume
+from bus.operations import LoadChunk, Start
 from tests.sim.ground_truth import GroundTruth, InvariantViolation
 
 

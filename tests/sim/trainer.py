@@ -1,6 +1,6 @@
 """A trainer, simulated: scripts of updates and pauses, asked step by step until answered.
 
-It mirrors ``trainer_agent/connection.py``: a request keeps its id and is sent again until it is
+It mirrors ``trainer_agent/_connection.py``: a request keeps its id and is sent again until it is
 answered. What is asked for, the library's own machines say (:mod:`tests.sim.scripts`).
 """
 
@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from bus._protocol.core.link import LinkConfig, LinkState
+from bus._protocol.core.validation import by_digest
+from bus._protocol.trainer.pause_window import PauseWindow
+from bus._runtime.peer import PeerClient, route_of
 from bus.errors import WavebusError, refusal
 from bus.messages import (
     Arm,
@@ -26,16 +30,12 @@ from bus.messages import (
     StaleEngines,
     Step,
 )
-from bus.protocol.core.link import LinkConfig, LinkState
-from bus.protocol.core.validation import by_digest
-from bus.protocol.trainer.pause_window import PauseWindow
-from bus.runtime.peer import PeerClient, route_of
 from tests.sim.scripts import Batch, Hearer, Later, Outcome, Script, TrainerScripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.runtime.interfaces import Handle, Scheduler
+    from bus._runtime.interfaces import Handle, Scheduler
     from tests.sim.process import Process
     from tests.sim.scripts import Asks
 

@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+from bus._protocol.engine.calls import CallResume
+from bus._protocol.engine.lease import LEASE_RETRY_MS, LeaseState
+from bus._protocol.engine.pause import EnginePauseState
+from bus._protocol.engine.update_states import EngineUpdateState
+from bus._protocol.group.pause import PauseState
+from bus._protocol.group.sleep import SleepState
+from bus._protocol.group.timeouts import next_deadline_ms
+from bus._protocol.group.update import TAKES_CHUNKS, UpdateState
 from bus.messages import (
     Ack,
     Arm,
@@ -21,19 +29,11 @@ from bus.messages import (
     Step,
     WeightChunkMeta,
 )
-from bus.protocol.engine.calls import CallResume
-from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
-from bus.protocol.engine.pause import EnginePauseState
-from bus.protocol.engine.update_states import EngineUpdateState
-from bus.protocol.group.pause import PauseState
-from bus.protocol.group.sleep import SleepState
-from bus.protocol.group.timeouts import next_deadline_ms
-from bus.protocol.group.update import TAKES_CHUNKS, UpdateState
 from tests.sim.ground_truth import GARBLED, InvariantViolation
 
 if TYPE_CHECKING:
-    from bus.protocol.core.membership import Peer
-    from bus.protocol.group.group import Group
+    from bus._protocol.core.membership import Peer
+    from bus._protocol.group.group import Group
     from tests.sim.engine import SimEngine
     from tests.sim.world import SimWorld
 

@@ -10,13 +10,13 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.link import LinkConfig
-from bus.protocol.engine.pause import EnginePauseState
-from bus.protocol.engine.update_states import EngineUpdateState
-from bus.protocol.group.pause import PauseState
-from bus.protocol.group.update import UpdateState
-from bus.runtime.broker_server import BrokerServer
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.link import LinkConfig
+from bus._protocol.engine.pause import EnginePauseState
+from bus._protocol.engine.update_states import EngineUpdateState
+from bus._protocol.group.pause import PauseState
+from bus._protocol.group.update import UpdateState
+from bus._runtime.broker_server import BrokerServer
 from tests.sim.clock import SimScheduler
 from tests.sim.engine import Behaviour, SimEngine
 from tests.sim.memory_journal import MemoryJournal
@@ -27,8 +27,8 @@ from tests.sim.trainer import SimTrainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from bus._protocol.group.group import Group
     from bus.messages import Message
-    from bus.protocol.group.group import Group
 
 E = TypeVar("E", bound=SimEngine)
 

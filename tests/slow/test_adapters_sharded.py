@@ -11,7 +11,7 @@ import pytest
 
 from bus.errors import ManifestRefused
 from sidecar import Sidecar
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint

@@ -79,7 +79,7 @@ class Fleet:
         broker = self.start(
             "broker",
             "-m",
-            "bus.cli.main",
+            "bus._cli.main",
             "broker",
             "--listen",
             listen,

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from sidecar.shared_pages.core_status import CoreStatusPage
+from sidecar._shared_pages.core_status import CoreStatusPage
 
 if __name__ == "__main__":
     page = CoreStatusPage(Path(sys.argv[1]))

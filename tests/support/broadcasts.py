@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import torch
 
-from bus import vllm_payloads
+from bus._vllm import payloads as vllm_payloads
+from bus._weight_transfer import registry
+from bus._weight_transfer.base import Receiver
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.protocol.engine.operations import ArmManifest, Done, Drain, Extend, LoadChunk, ReceiveChunk
-from bus.weight_transfer import registry
-from bus.weight_transfer.base import Receiver
-from sidecar.embedded.engine import EmbeddedEngine
+from bus.operations import ArmManifest, Done, Drain, Extend, LoadChunk, ReceiveChunk
+from sidecar._embedded.engine import EmbeddedEngine
 from tests.support.gloo_group import broadcast, join
 from tests.support.steps import ByStep
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bus.manifest import TensorMeta
+    from bus._manifest import TensorMeta
+    from bus._weight_transfer.allocation import RankAssignment
+    from bus._weight_transfer.packing import Tensors
     from bus.messages import PauseMode
-    from bus.weight_transfer.allocation import RankAssignment
-    from bus.weight_transfer.packing import Tensors
 
 BACKEND = "vllm:nccl"
 

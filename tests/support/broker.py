@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from bus.protocol.core.config import BrokerConfig
-from bus.runtime.broker_server import BrokerServer
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.zmq_transport import ZmqServer
+from bus._protocol.core.config import BrokerConfig
+from bus._runtime.broker_server import BrokerServer
+from bus._runtime.clock import AsyncioScheduler
+from bus._runtime.zmq_transport import ZmqServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.keys import Keyring
+    from bus._keys import Keyring
 
 # This process, or another one, may get no processor for some seconds.
 PATIENT = BrokerConfig(peer_timeout_ms=10_000)

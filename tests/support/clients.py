@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from bus.rejection import is_closed, is_rejected
-from sidecar.vllm.core_state import parse_version
+from sidecar._vllm.core_state import parse_version
 from tests.support.oracle import Span
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
+from bus._protocol.dp import coordinator, wave
+from bus._protocol.engine import lease, memory, update_states
+from bus._protocol.engine import pause as engine_pause
+from bus._protocol.group import pause, sleep, update
+from bus._protocol.trainer import chunk_window, pause_window
+from bus._protocol.trainer import update as trainer_update
 from bus.errors import UsageError
-from bus.protocol.dp import coordinator, wave
-from bus.protocol.engine import lease, memory, update_states
-from bus.protocol.engine import pause as engine_pause
-from bus.protocol.group import pause, sleep, update
-from bus.protocol.trainer import chunk_window, pause_window
-from bus.protocol.trainer import update as trainer_update
-from sidecar import lease_agreement
+from sidecar import _lease_agreement as lease_agreement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

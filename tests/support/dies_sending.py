@@ -13,7 +13,7 @@ import threading
 
 from safetensors.torch import load_file
 
-from bus.weight_transfer.gloo import GlooSender
+from bus._weight_transfer.gloo import GlooSender
 from trainer_agent import SyncTrainerAgent
 
 _transfer = GlooSender.transfer

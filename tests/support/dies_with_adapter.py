@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.update.update import Update
+from trainer_agent._update.update import Update
 
 
 async def die(*_: Any) -> None:

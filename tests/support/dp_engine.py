@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bus.messages import ProbeResult
-from bus.protocol.engine.operations import Done, Open
+from bus.operations import Done, Open
 from sidecar.engine import EngineInfo, require_model
 
 if TYPE_CHECKING:
     from bus.messages import PauseMode, SleepLevel
-    from bus.protocol.engine.operations import UpdateOperation
-    from sidecar.shared_pages.core_status import CoreStatusView
-    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
+    from bus.operations import UpdateOperation
+    from sidecar._shared_pages.core_status import CoreStatusView
+    from sidecar._shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from tests.support.dp_group import DpGroup, RankProcess
 
 

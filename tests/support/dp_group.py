@@ -16,14 +16,14 @@ import sys
 import time
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from bus._protocol.dp.coordinator import Publish, StartCores
+from bus._runtime.zmq_dp import DpSockets
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from bus.protocol.dp.coordinator import Publish, StartCores
-from bus.runtime.zmq_dp import DpSockets
-from sidecar.dp_coordinator import frames
-from sidecar.shared_pages.core_status import CoreStatusReader
-from sidecar.shared_pages.two_slot_page import NoPage
-from sidecar.supervision.launch import free_port
+from sidecar._dp_coordinator import frames
+from sidecar._shared_pages.core_status import CoreStatusReader
+from sidecar._shared_pages.two_slot_page import NoPage
+from sidecar._supervision.launch import free_port
 from tests.support.fork_server import ForkedProcess
 from tests.support.procs import ROOT
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
     from pathlib import Path
 
-    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar._shared_pages.core_status import CoreStatusView
 
 PATIENCE_S = 120.0
 _LOOK_S = 0.001

@@ -22,13 +22,13 @@ import msgspec
 import torch
 
 import bus.log
+from bus._manifest import Manifest
 from bus.errors import EngineError
-from bus.manifest import Manifest
-from bus.protocol.engine.operations import UpdateOperation
-from sidecar.dp_coordinator.process import DpCoordinatorAddresses
-from sidecar.embedded.engine import EmbeddedEngine
-from sidecar.embedded.parallel.options import DataParallel
-from sidecar.embedded.sampling import SamplingParams
+from bus.operations import UpdateOperation
+from sidecar._dp_coordinator.process import DpCoordinatorAddresses
+from sidecar._embedded.engine import EmbeddedEngine
+from sidecar._embedded.parallel.options import DataParallel
+from sidecar._embedded.sampling import SamplingParams
 from tests.support.one_phase import pause_in_one_phase
 
 _OPERATIONS: msgspec.msgpack.Decoder[UpdateOperation] = msgspec.msgpack.Decoder(UpdateOperation)

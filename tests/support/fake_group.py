@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Self
 
 import zmq
 
-from bus.protocol.dp.coordinator import Publish, StartCores
-from sidecar.dp_coordinator import frames
+from bus._protocol.dp.coordinator import Publish, StartCores
+from sidecar._dp_coordinator import frames
 from tests.support.procs import Proc
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def gateway_process(size: int, *arguments: str) -> Proc:
         *(
             sys.executable,
             "-m",
-            "sidecar.dp_coordinator",
+            "sidecar._dp_coordinator",
             "--dp-group",
             DP_GROUP,
             "--size",

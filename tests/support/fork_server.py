@@ -36,16 +36,22 @@ if TYPE_CHECKING:
 # All but what runs as ``__main__``.
 IMPORTED: Final = (
     *("aiohttp.web", "anyio.abc", "anyio.to_thread", "structlog", "safetensors.torch"),
-    *("bus.cli.broker", "bus.cli.doctor", "bus.cli.journal", "bus.cli.replay", "bus.cli.trace"),
     *(
-        "bus.cli.routes",
-        "bus.cli.status",
-        "bus.cli.why",
-        "bus.journal.explain",
-        "bus.runtime.broker_server",
+        "bus._cli.broker",
+        "bus._cli.doctor",
+        "bus._cli.journal",
+        "bus._cli.replay",
+        "bus._cli.trace",
     ),
-    *("sidecar.booting", "sidecar.cli", "sidecar.embedded.engine", "sidecar.embedded.server"),
-    *("bus.runtime.broker_server", "sidecar.embedded.parallel.core", "sidecar.sidecar"),
+    *(
+        "bus._cli.routes",
+        "bus._cli.status",
+        "bus._cli.why",
+        "bus._journal.explain",
+        "bus._runtime.broker_server",
+    ),
+    *("sidecar._booting", "sidecar._cli", "sidecar._embedded.engine", "sidecar._embedded.server"),
+    *("bus._runtime.broker_server", "sidecar._embedded.parallel.core", "sidecar._sidecar"),
     "trainer_agent",
 )
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from sidecar.supervision.reaper import die_with_parent
+from sidecar._supervision.reaper import die_with_parent
 from tests.support.fork_server import IMPORTED
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _forks.set_forkserver_preload([*IMPORTED])
 def run_command(arguments: list[str], environment: Mapping[str, str]) -> None:
     """In the child: `wavebus` with these arguments."""
     os.environ.update(environment)
-    from bus.cli.main import run  # noqa: PLC0415 - after the fork
+    from bus._cli.main import run  # noqa: PLC0415 - after the fork
 
     sys.exit(run(arguments))
 

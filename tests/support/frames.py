@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Self
 
+from bus._runtime.peer import route_of
+from bus._runtime.zmq_transport import ZmqClient
 from bus.messages import WIRE_NAMES, WIRE_VERSION, Envelope, Message, Nack, codec
-from bus.runtime.peer import route_of
-from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.keys import Security
+    from bus._keys import Security
 
 LIMIT_S = 60.0
 

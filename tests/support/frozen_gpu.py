@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from bus.weight_transfer import barrier_links
-from bus.weight_transfer.allocation import RankAssignment
-from bus.weight_transfer.nccl_communicator import SILENCE_S, NcclCommunicator
+from bus._weight_transfer import barrier_links
+from bus._weight_transfer.allocation import RankAssignment
+from bus._weight_transfer.nccl_communicator import SILENCE_S, NcclCommunicator
 from tests.support.forks import Fork
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ import bus.log
 from bus.errors import WavebusError
 from lab.bench.process import write_answer as say
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.weights.cpu_cache import CpuCache
-from trainer_agent.weights.source import PairSource
+from trainer_agent._weights.cpu_cache import CpuCache
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

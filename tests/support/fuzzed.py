@@ -11,12 +11,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import bus.log
-from bus.ids import new_boot
-from bus.protocol.core.access import Limits, Rate
-from bus.protocol.core.config import BrokerConfig
-from bus.runtime.broker_server import rss_bytes
-from bus.runtime.peer import route_of
-from bus.runtime.zmq_transport import ZmqClient
+from bus._ids import new_boot
+from bus._protocol.core.access import Limits, Rate
+from bus._protocol.core.config import BrokerConfig
+from bus._runtime.broker_server import rss_bytes
+from bus._runtime.peer import route_of
+from bus._runtime.zmq_transport import ZmqClient
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from tests.support.broker import a_broker
@@ -24,7 +24,7 @@ from tests.support.broker import a_broker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.runtime.interfaces import OnFrame
+    from bus._runtime.interfaces import OnFrame
 
 ENDLESS = Rate(1e12, 1e12)
 

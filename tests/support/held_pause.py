@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from bus.weight_transfer.shm import ShmSender
+from bus._weight_transfer.shm import ShmSender
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:

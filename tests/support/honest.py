@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from bus.ids import new_boot
+from bus._ids import new_boot
+from bus._protocol.core.link import LinkState
+from bus._runtime.clock import AsyncioScheduler
+from bus._runtime.peer import PeerClient, route_of
+from bus._runtime.zmq_transport import ZmqClient
 from bus.messages import Heartbeat
-from bus.protocol.core.link import LinkState
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import PeerClient, route_of
-from bus.runtime.zmq_transport import ZmqClient
 from tests.unit.bus._builders import engine_join
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.keys import Security
+    from bus._keys import Security
 
 LIMIT_S: Final = 60.0
 

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from bus.cli.options import Keys
+from bus._cli.options import Keys
 from sidecar import Sidecar
 from tests.support.broadcasts import BroadcastClient, BroadcastEngine, registered
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.procs import wavebus
 from trainer_agent import RolloutClient, TrainerAgent
-from trainer_agent.gateway.server import serve
+from trainer_agent._gateway.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

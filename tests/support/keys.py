@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from bus.keys import AUTHORIZED, Key, Security, read_key, security, write_pair
-from bus.runtime.zmq_curve import new_pair
+from bus._keys import AUTHORIZED, Key, Security, read_key, security, write_pair
+from bus._runtime.zmq_curve import new_pair
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bus.keys import FileRole
+    from bus._keys import FileRole
 
 
 class KeyFolder:

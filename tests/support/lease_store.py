@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class LeaseStore:
-    """Implements :class:`sidecar.lease_agreement.Store`; it is ``lost`` with rank 0."""
+    """Implements :class:`sidecar._lease_agreement.Store`; it is ``lost`` with rank 0."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

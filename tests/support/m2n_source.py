@@ -1,6 +1,6 @@
 """A source of vLLM's kind for a trainer with one rank: whole tensors, replicated on it.
 
-It has the form that this vLLM's sources have: see :mod:`trainer_agent.weights.source_forms`.
+It has the form that this vLLM's sources have: see :mod:`trainer_agent._weights.source_forms`.
 """
 
 from __future__ import annotations

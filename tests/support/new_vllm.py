@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.seams import Fields, Has, Says, Takes
+from bus._vllm.seams import Fields, Has, Says, Takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from bus.seams import Expectation, Registry, Seam
-    from bus.vllm_source import SourceTree
+    from bus._vllm.seams import Expectation, Registry, Seam
+    from bus._vllm.source import SourceTree
 
 NEW = "wavebus_never_saw"
 

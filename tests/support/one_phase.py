@@ -9,8 +9,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from sidecar.embedded.parallel import rank
-from sidecar.embedded.parallel.core import LockstepCore
+from sidecar._embedded.parallel import rank
+from sidecar._embedded.parallel.core import LockstepCore
 
 if TYPE_CHECKING:
     from bus.messages import PauseMode

@@ -51,7 +51,7 @@ def bring_collectives() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
 
     if current_platform.is_cpu():
-        from sidecar.vllm.plugin.loading import cpu  # noqa: PLC0415 - of no use elsewhere
+        from sidecar._vllm.plugin.loading import cpu  # noqa: PLC0415 - of no use elsewhere
 
         cpu.install()
 

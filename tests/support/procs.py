@@ -171,14 +171,14 @@ class Proc:
 
 def wavebus(*arguments: str, env: dict[str, str] | None = None) -> Proc:
     """A command of wavebus."""
-    return Proc(sys.executable, "-m", "bus.cli.main", *arguments, env=env)
+    return Proc(sys.executable, "-m", "bus._cli.main", *arguments, env=env)
 
 
 def run_wavebus(
     *arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """A command of wavebus, to its end."""
-    argv = [sys.executable, "-m", "bus.cli.main", *arguments]
+    argv = [sys.executable, "-m", "bus._cli.main", *arguments]
     whole = {**os.environ, **_OWN, **(env or {})}
     if not can_fork(argv, env or {}):
         return subprocess.run(

@@ -7,13 +7,13 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bus.manifest import Manifest, TensorMeta
-from bus.protocol.engine.operations import ReceiveChunk
-from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
-from bus.weight_transfer.checksum import checksums
-from bus.weight_transfer.registry import make_sender
+from bus._manifest import Manifest, TensorMeta
+from bus._weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus._weight_transfer.checksum import checksums
+from bus._weight_transfer.registry import make_sender
+from bus.operations import ReceiveChunk
 from tests.support.steps import steps
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import bus.log
-from bus.protocol.engine.calls import CallPause
+from bus._protocol.engine.calls import CallPause
 from tests.sim.memory_network import Faults
 from tests.sim.world import SimWorld
 

@@ -7,7 +7,8 @@ A commit touches a test file if it changed one of these:
 - a module that the file imports, or names in a string (what it starts as a process). A package's
   ``__init__.py`` stands for the module that a name comes from. What tests of all kinds import does
   not count: messages, errors, ``tests/support`` and ``tests/sim``;
-- a module of the product that a unit test mirrors (``tests/test_architecture.py``);
+- a module of the product that a unit test mirrors, its ``_`` left out
+  (``tests/test_architecture.py``);
 - ``.ci/setup``, which chooses the versions of vLLM.
 
 So a change reaches tests that use a module directly; all others of the tests that have the module
@@ -32,7 +33,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 RECENT_S: Final = 12 * 3600
 EVERYTHING: Final = ".ci/setup"
 ADAPTERS: Final = (
-    *("sidecar/vllm/", "trainer_agent/vllm/", "tests/vllm/"),
+    *("sidecar/_vllm/", "trainer_agent/_vllm/", "tests/vllm/"),
     *("tests/unit/sidecar/vllm/", "tests/unit/trainer_agent/vllm/", EVERYTHING),
 )
 COMMON: Final = ("bus/messages/", "bus/errors.py", "tests/support/", "tests/sim/")
@@ -148,7 +149,8 @@ def mirrors(test: str, module: str) -> bool:
         return False
     path = Path(test.removeprefix(_UNIT))
     stem = path.stem.removeprefix("test_")
-    inner, suffix = Path(module).with_suffix(""), Path(module).suffix
+    inner = Path(*(part.removeprefix("_") for part in Path(module).with_suffix("").parts))
+    suffix = Path(module).suffix
     if suffix != ".py" or not inner.is_relative_to(path.parent):
         return False
     parts = inner.relative_to(path.parent).parts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.vllm.plugin.installation import apply_patches
-from sidecar.vllm.plugin.patches import REGISTRY
+from sidecar._vllm.plugin.installation import apply_patches
+from sidecar._vllm.plugin.patches import REGISTRY
 
 
 def install(module: Any, *names: str, form: str = "") -> None:

@@ -12,8 +12,8 @@ import resource
 import sys
 from pathlib import Path
 
-from bus.journal.writer import LEAST_BYTES, JournalWriter
-from bus.protocol.core.config import BrokerConfig
+from bus._journal.writer import LEAST_BYTES, JournalWriter
+from bus._protocol.core.config import BrokerConfig
 from tests.sim.clock import SimScheduler
 
 RECORDS = 20

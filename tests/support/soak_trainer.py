@@ -20,7 +20,7 @@ from lab.bench.process import read_commands, write_answer
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 
 async def main(broker: str, folder: str) -> None:

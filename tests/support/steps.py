@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from bus.protocol.engine.operations import (
+from bus._weight_transfer.allocation import StagingCapacity
+from bus.operations import (
     ArmManifest,
     Done,
     Drain,
@@ -20,13 +21,12 @@ from bus.protocol.engine.operations import (
     Start,
     SwapStaged,
 )
-from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest
+    from bus._manifest import Manifest
+    from bus._weight_transfer.allocation import RankAssignment
     from bus.messages import Staging, Target, Verify
-    from bus.protocol.engine.operations import UpdateOperation
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.operations import UpdateOperation
 
 
 class ByStep:

@@ -34,7 +34,7 @@ def environment(folder: Path, others: Mapping[str, str]) -> dict[str, str]:
 
 def hold_embedded() -> None:
     """In the process of an embedded rank."""
-    from sidecar.embedded.parallel.core import LockstepCore  # noqa: PLC0415 - in ranks alone
+    from sidecar._embedded.parallel.core import LockstepCore  # noqa: PLC0415 - in ranks alone
 
     core: Any = LockstepCore
     swap = core._make_swap
@@ -50,7 +50,7 @@ def hold_vllm() -> None:
     """A plugin: in every process of vLLM's."""
     if _SOCKET not in os.environ:
         return
-    from sidecar.vllm.plugin.core import swap as core_swap  # noqa: PLC0415 - where it is wanted
+    from sidecar._vllm.plugin.core import swap as core_swap  # noqa: PLC0415 - where it is wanted
 
     module: Any = core_swap
     swap = module._swap_now

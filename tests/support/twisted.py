@@ -18,7 +18,7 @@ from tests.support.steps import ByStep
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.protocol.engine.operations import LoadChunk, ReceiveChunk
+    from bus.operations import LoadChunk, ReceiveChunk
     from sidecar.engine import EngineInfo
     from tests.support.checkpoints import Checkpoint
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 from tests.vllm._dp_rank import ANSWERS
 from tests.vllm._vllm import PROMPT, boot_environment
 

@@ -22,9 +22,9 @@ from typing import IO, Any
 import msgspec
 
 from sidecar import Sidecar
-from sidecar.shared_pages.pause_lease import PauseLease, deadline_ns
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._shared_pages.pause_lease import PauseLease, deadline_ns
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.vllm._vllm import AGAIN_S, PROMPT, engine_args
 
 ANSWERS = 3

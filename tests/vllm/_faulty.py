@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bus.weight_transfer.registry import register_receiver
-from bus.weight_transfer.shm import ShmReceiver
-from sidecar.vllm.plugin.loading import plan_cache
-from sidecar.vllm.plugin.loading.copy_plan import make_plan
+from bus._weight_transfer.registry import register_receiver
+from bus._weight_transfer.shm import ShmReceiver
+from sidecar._vllm.plugin.loading import plan_cache
+from sidecar._vllm.plugin.loading.copy_plan import make_plan
 
 if TYPE_CHECKING:
-    from bus.manifest import TensorMeta
-    from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.vllm.plugin.loading.copy_plan import CopyPlan
-    from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace
+    from bus._manifest import TensorMeta
+    from bus._weight_transfer.allocation import RankAssignment
+    from sidecar._vllm.plugin.loading.copy_plan import CopyPlan
+    from sidecar._vllm.plugin.loading.loader_trace import LoaderTrace
 
 # A manifest that begins with this tensor gets a plan that takes keys for values.
 MISLEADING = "model.layers.1.input_layernorm.weight"

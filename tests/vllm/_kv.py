@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from sidecar.supervision.launch import free_port
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.plugin.core.kv_versions import TAG
+from sidecar._supervision.launch import free_port
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.plugin.core.kv_versions import TAG
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.oracle import Span, foreign_tokens
 from tests.support.processes import children, descendants, process_of_vllm, runs
 from tests.support.procs import PATIENT, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, server_argv
 from trainer_agent import TrainerAgent
-from trainer_agent.rollouts.attempt import GENERATE, prefill
+from trainer_agent._rollouts.attempt import GENERATE, prefill
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.rollouts.results import Completion
+    from trainer_agent._rollouts.results import Completion
 
 BOOT_S = 600.0
 LIMIT_S = 600.0

@@ -3,7 +3,7 @@
     python -m tests.vllm._reload MODEL REPAIRED
 
 By vLLM's layerwise reload, as its worker engines do it; with REPAIRED ``1`` inside of
-:class:`sidecar.vllm.plugin.loading.cpu.CpuRepacking`. Says on its last line, in JSON, which
+:class:`sidecar._vllm.plugin.loading.cpu.CpuRepacking`. Says on its last line, in JSON, which
 parameters are others by then (``changed``), and whether it answers as before (``same_tokens``).
 """
 
@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from sidecar.vllm.plugin.loading.cpu import CpuRepacking
+from sidecar._vllm.plugin.loading.cpu import CpuRepacking
 from tests.vllm._vllm import PROMPT
 
 TOKENS = 16

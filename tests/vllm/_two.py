@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.vllm._vllm import (

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from bus.messages import Target
+    from sidecar._vllm.inprocess_engine import VllmEngine
     from sidecar.engine import Engine
-    from sidecar.vllm.inprocess_engine import VllmEngine
 
 PROMPT = [5, 17, 99, 3, 42, 7]
 MAX_POSITIONS = 4096
@@ -69,7 +69,7 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
     (info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\n"
         "wavebus_forked = _forked:register\n"
-        "wavebus_here = sidecar.vllm.plugin:register\n"
+        "wavebus_here = sidecar._vllm.plugin:register\n"
         "wavebus_faulty = _faulty:register\n"
         "wavebus_tuned = _tuned:register\n"
         "wavebus_sleepy = _sleepy:register\n"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.push import Push, plan
 from tests.support.steps import steps
 from tests.vllm._vllm import async_llm, boot_environment, engine_args, ways

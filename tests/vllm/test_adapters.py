@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._weight_transfer.shm import ShmSender
 from bus.errors import ManifestRefused, Refused, UsageError, WavebusError
 from bus.messages import NackCode
-from bus.weight_transfer.shm import ShmSender
 from sidecar import Sidecar
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.plugin import operations
 from sidecar.embedded import EmbeddedEngine
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin import operations
 from tests.contract.engine_suite import Watch
 from tests.support.adapters import ATTENTION, MadeAdapter, make_adapter
 from tests.support.broker import a_broker
@@ -34,7 +34,7 @@ from tests.vllm._vllm import (
     require_vllm,
 )
 from trainer_agent import TrainerAgent
-from trainer_agent.update.update import Update
+from trainer_agent._update.update import Update
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence

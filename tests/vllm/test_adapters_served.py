@@ -15,10 +15,10 @@ import pytest
 from bus.errors import Refused
 from bus.messages import NackCode
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.engine import VllmAdapter
 from tests.contract.engine_suite import Watch
 from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
@@ -33,7 +33,7 @@ from tests.vllm._vllm import (
     server_argv,
 )
 from trainer_agent import TrainerAgent
-from trainer_agent.update.update import Update
+from trainer_agent._update.update import Update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -179,7 +179,7 @@ def test_an_engine_of_another_host(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with a_broker() as (_, address):
-            command = (sys.executable, "-m", "bus.cli.main", "sidecar", "--broker", address)
+            command = (sys.executable, "-m", "bus._cli.main", "sidecar", "--broker", address)
             argv = server_argv(checkpoint.folder, *LORA)
             environment = boot_environment(tmp_path / "plugin")
             with Proc(*ELSEWHERE, *command, "--name", "e0", "--", *argv, env=environment):

@@ -13,10 +13,10 @@ import pytest
 
 from bus.rejection import is_closed
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.plugin.environment import BOOT_CLOSED
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.plugin.environment import BOOT_CLOSED
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import (

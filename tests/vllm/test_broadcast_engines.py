@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.cli.options import Keys
+from bus._cli.options import Keys
 from bus.errors import ManifestRefused
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
@@ -22,8 +22,8 @@ from tests.vllm._two import TOKENS, Two, booted_two
 from tests.vllm._vllm import PROMPT, require_vllm
 from tests.vllm.test_gateway import free_port, vllm_source
 from tests.vllm.test_m2n_engine import K_PROJ, train
-from trainer_agent.gateway.server import serve
-from trainer_agent.weights.source import PairSource
+from trainer_agent._gateway.server import serve
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping

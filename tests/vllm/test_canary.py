@@ -14,7 +14,7 @@ import pytest
 
 from bus.errors import Refused
 from sidecar import Sidecar
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.support.checkpoints import HEAD_DIM, make_checkpoint, perturbed
 from tests.vllm._twist import HEAD_ROWS, TWIST

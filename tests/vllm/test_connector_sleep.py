@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._manifest import Manifest
 from bus.errors import EngineError
-from bus.manifest import Manifest
 from bus.messages import NackCode
-from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin.kv_connectors import UNKNOWN
+from sidecar._vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.plugin.kv_connectors import UNKNOWN
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import steps
 from tests.vllm._vllm import (

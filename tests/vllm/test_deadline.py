@@ -19,18 +19,18 @@ from safetensors.torch import load_file
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.shared_pages.core_status import CoreStatusReader
-from sidecar.shared_pages.pause_lease import (
+from sidecar._shared_pages.core_status import CoreStatusReader
+from sidecar._shared_pages.pause_lease import (
     Begun,
     LeaseOutcome,
     PauseLease,
     PauseLeasePage,
     deadline_ns,
 )
-from sidecar.supervision.launch import free_port, with_reaper
-from sidecar.supervision.server import complete_command
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.launch import free_port, with_reaper
+from sidecar._supervision.server import complete_command
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import ROOT, Proc, run_wavebus, wavebus
 from tests.support.push import Push, plan

@@ -16,7 +16,7 @@ from tests.vllm._dp import Pair, RankProcess, boot_pair, shut_down
 from tests.vllm._tuned import PLAIN_EXPERTS
 from tests.vllm._vllm import MAX_POSITIONS, PROMPT, REST_MS, require_vllm
 from trainer_agent import TrainerAgent
-from trainer_agent.update.update import Update
+from trainer_agent._update.update import Update
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

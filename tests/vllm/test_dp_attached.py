@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.supervision.launch import free_port, with_reaper
-from sidecar.supervision.ranks import rank_options
-from sidecar.supervision.server import complete_command
+from sidecar._supervision.launch import free_port, with_reaper
+from sidecar._supervision.ranks import rank_options
+from sidecar._supervision.server import complete_command
 from tests.support.procs import ROOT, Proc, wavebus
 from tests.vllm._vllm import boot_environment, make_moe, require_vllm, server_argv
 from tests.vllm.test_deadline import BOOT_S, Asked, Trainer, until

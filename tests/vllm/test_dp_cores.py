@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
-from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLeasePage
+from sidecar._shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
+from sidecar._shared_pages.pause_lease import LeaseOutcome, PauseLeasePage
 from tests.vllm._vllm import PROMPT, require_vllm
 from tests.vllm.test_deadline import LONG, Attached, Bus, load, until
 from trainer_agent import SyncTrainerAgent
@@ -17,7 +17,7 @@ from trainer_agent import SyncTrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar._shared_pages.core_status import CoreStatusView
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED
+from sidecar._shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED
 from tests.support.procs import PATIENT, Proc, wavebus
 from tests.vllm._dp import (
     OTHER_PROMPT,

@@ -17,7 +17,7 @@ import pytest
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar import Sidecar
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support import pair_plugin
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, make_eagle, perturbed

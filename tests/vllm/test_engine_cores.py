@@ -10,7 +10,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.push import Push, plan
 from tests.support.steps import steps

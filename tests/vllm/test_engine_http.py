@@ -18,14 +18,14 @@ import aiohttp
 import anyio
 import pytest
 
+from bus._keys import API_KEY_VARIABLE
 from bus.errors import EngineDead, EngineError
-from bus.keys import API_KEY_VARIABLE
 from bus.messages import NO_LIMITS, NackCode, RequestLimits
 from bus.rejection import is_closed, is_rejected
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.engine import VllmAdapter
 from tests.contract.bus_suite import BusContract
 from tests.contract.data_routes_suite import API_KEY, KEYED, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch
@@ -374,7 +374,7 @@ def test_a_server_that_cannot_boot_says_why(environment: dict[str, str], tmp_pat
 
 SUPERVISOR = """
 import asyncio, sys
-from sidecar.supervision.server import SupervisedServer
+from sidecar._supervision.server import SupervisedServer
 
 async def main():
     server = SupervisedServer(sys.argv[1:])

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from bus._manifest import Manifest, TensorMeta
 from bus.errors import EngineError
-from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode, RequestLimits
-from bus.protocol.engine.operations import ReceiveChunk
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.worker_rpc import SWAP
+from bus.operations import ReceiveChunk
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.operations import PERFORM
+from sidecar._vllm.plugin.worker_rpc import SWAP
 from tests.contract.bus_suite import BusContract
 from tests.contract.data_routes_suite import API_KEY, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch

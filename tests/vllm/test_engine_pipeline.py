@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.worker_rpc import SWAP
+from sidecar._vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.plugin.operations import PERFORM
+from sidecar._vllm.plugin.worker_rpc import SWAP
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.vllm._vllm import (
     MAX_POSITIONS,

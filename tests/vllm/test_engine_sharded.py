@@ -11,10 +11,10 @@ import pytest
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
 from sidecar import Sidecar
+from sidecar._vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.plugin.operations import PERFORM
+from sidecar._vllm.plugin.worker_rpc import ASK_DRAFT, SWAP
 from sidecar.embedded import EmbeddedEngine, SamplingParams
-from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.worker_rpc import ASK_DRAFT, SWAP
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.supervision.server import SupervisedServer
+from sidecar._supervision.server import SupervisedServer
 from tests.contract.tied_suite import TiedContract
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import MAX_POSITIONS, REST_MS, boot_environment, require_vllm, server_argv

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 from sidecar import Sidecar
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.vllm._families import FAMILIES, POSITIONS, Family
 from tests.vllm._reader import READ_FLOAT32
@@ -28,7 +28,7 @@ from tests.vllm._vllm import PROMPT, async_llm, boot_environment, engine_args, r
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

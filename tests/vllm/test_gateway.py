@@ -18,12 +18,12 @@ import aiohttp
 import pytest
 from safetensors.torch import save_file
 
-from bus.cli.options import Keys
+from bus._cli.options import Keys
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import Two, booted_two
 from tests.vllm._vllm import MAX_POSITIONS, PROMPT, require_vllm
-from trainer_agent.gateway.server import serve
+from trainer_agent._gateway.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from bus.cli.options import Keys
+from bus._cli.options import Keys
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.plugin import operations, worker_rpc
 from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import MAX_POSITIONS, PROMPT, boot_environment, require_vllm, server_argv
-from trainer_agent.gateway.server import serve
+from trainer_agent._gateway.server import serve
 
 if TYPE_CHECKING:
     from pathlib import Path

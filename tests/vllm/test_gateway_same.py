@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import pytest
 
-from bus.cli.options import Keys
+from bus._cli.options import Keys
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
 from tests.support import pair_plugin
 from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
@@ -29,7 +29,7 @@ from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.letters import write_letters
 from tests.vllm._vllm import PROMPT, boot_environment, require_vllm
 from tests.vllm.test_gateway import free_port
-from trainer_agent.gateway.server import serve
+from trainer_agent._gateway.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -19,9 +19,9 @@ import pytest
 import typing_extensions
 
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
 from tests.support import pair_plugin
 from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker

@@ -10,8 +10,8 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin import kv_connectors as kv
+from sidecar._vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.plugin import kv_connectors as kv
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.push import plan
 from tests.support.steps import steps

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.vllm.plugin.core import kv_versions, pause
+from sidecar._vllm.plugin.core import kv_versions, pause
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import require_vllm
 

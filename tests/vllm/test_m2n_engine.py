@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import save_file
 
+from bus._manifest import Manifest
+from bus._weight_transfer.allocation import RankAssignment
 from bus.errors import EngineError, ManifestRefused, Refused, UsageError
-from bus.manifest import Manifest
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import RankAssignment
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import TOKENS, Two, booted_two
@@ -90,8 +90,8 @@ def test_a_worker_of_any_layout_comes_to_its_place_in_the_mesh(
     external: bool, index: int, rank: int, first: int, own: int
 ) -> None:
     """Behind three ranks of the trainer, of which the broker counts one."""
-    from sidecar.vllm.plugin.worker.engine import worker_index  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - it needs vLLM
+    from sidecar._vllm.plugin.worker.engine import worker_index  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - it needs vLLM
 
     parallel = SimpleNamespace(
         data_parallel_index=index, data_parallel_external_lb=external, world_size=2, rank=rank
@@ -253,8 +253,8 @@ def test_shards_are_for_this_engine_alone(two: Two) -> None:
 
 def test_it_has_no_draft() -> None:
     """vLLM's engine plans for the model that it was made with."""
-    from sidecar.vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
-    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
+    from sidecar._vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - same
 
     updates = NativeUpdates.__new__(NativeUpdates)
     updates._opened, updates._name = True, "nccl_m2n"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from bus._weight_transfer.allocation import RankAssignment
 from bus.errors import ManifestRefused, UpdateFailed, UsageError
-from bus.weight_transfer.allocation import RankAssignment
-from sidecar.supervision.launch import free_port
+from sidecar._supervision.launch import free_port
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import TOKENS, Two, booted_two
@@ -54,8 +54,8 @@ def test_a_worker_of_any_layout_comes_to_its_place(
     external: bool, index: int, rank: int, first: int, own: int
 ) -> None:
     """vLLM's workers add what they know of themselves to the offset that they are told."""
-    from sidecar.vllm.plugin.worker.engine import worker_index  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - it needs vLLM
+    from sidecar._vllm.plugin.worker.engine import worker_index  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - it needs vLLM
 
     workers = 2
     parallel = SimpleNamespace(

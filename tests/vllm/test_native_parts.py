@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from bus import vllm_payloads
+from bus._vllm import payloads as vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
-from sidecar.vllm.plugin import agreement, operations
-from sidecar.vllm.plugin.loading import manifest_check
+from sidecar._vllm.plugin import agreement, operations
+from sidecar._vllm.plugin.loading import manifest_check
 from tests.unit.sidecar.vllm.plugin.loading._small_model import manifest_of
 from tests.unit.sidecar.vllm.plugin.loading.test_manifest_check_experts import (
     EXPERTS,
@@ -44,7 +44,7 @@ class Worker:
     """It receives what it is told of, and has the states of vLLM's own workers."""
 
     def __init__(self) -> None:
-        from sidecar.vllm.plugin.worker.native_engine import (  # noqa: PLC0415 - after require_vllm
+        from sidecar._vllm.plugin.worker.native_engine import (  # noqa: PLC0415 - after require_vllm
             NativeUpdates,
         )
 
@@ -154,8 +154,8 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    from sidecar.vllm.plugin.staging import stager  # noqa: PLC0415 - after require_vllm
-    from sidecar.vllm.plugin.worker import native_engine  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.staging import stager  # noqa: PLC0415 - after require_vllm
+    from sidecar._vllm.plugin.worker import native_engine  # noqa: PLC0415 - same
 
     monkeypatch.setattr(agreement, "_groups", lambda: iter(()))
     monkeypatch.setattr(manifest_check, "quiet_loading", nullcontext)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._vllm.source import SourceTree
 from bus.errors import UpdateFailed
-from bus.vllm_source import SourceTree
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.new_vllm import installed, write
 from tests.support.procs import PATIENT, run_wavebus, wavebus

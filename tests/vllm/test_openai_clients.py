@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.cli.options import Keys
+from bus._cli.options import Keys
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.letters import letters, write_letters
 from tests.vllm._vllm import boot_environment, require_vllm
 from trainer_agent import TrainerAgent
-from trainer_agent.gateway.server import serve
-from trainer_agent.rollouts.text import HfTokenizer
+from trainer_agent._gateway.server import serve
+from trainer_agent._rollouts.text import HfTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

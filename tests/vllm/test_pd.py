@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sidecar.vllm.plugin.core.kv_versions import TAG
+from sidecar._vllm.plugin.core.kv_versions import TAG
 from tests.vllm._kv import (
     BOOT_S,
     GREEDY,
@@ -26,9 +26,9 @@ from tests.vllm._kv import (
     run,
 )
 from tests.vllm._vllm import require_vllm
-from trainer_agent.rollouts.attempt import prefill
-from trainer_agent.rollouts.client import RolloutClient
-from trainer_agent.weights.source import PairSource
+from trainer_agent._rollouts.attempt import prefill
+from trainer_agent._rollouts.client import RolloutClient
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -259,7 +259,7 @@ def test_a_prefill_engine_that_dies_before_its_prompt_is_fetched_costs_no_token(
     async def main() -> None:
         async with pair.clients() as (agent, _), RolloutClient(pair.address) as client:
             with monkeypatch.context() as patch:
-                patch.setattr("trainer_agent.rollouts.rollout.prefill", prefill_and_die)
+                patch.setattr("trainer_agent._rollouts.rollout.prefill", prefill_and_die)
                 done = await client.generate(next(prompts(60)), GREEDY)
             ends = [(each.engine, each.ended_by) for each in done.choices[0].attempts]
             assert ends == [("d", "unfetched"), ("d", "length")]

@@ -17,8 +17,8 @@ from tests.support.processes import children, process_of_vllm
 from tests.support.procs import PATIENT, Proc, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import TrainerAgent
-from trainer_agent.rollouts.client import RolloutClient
-from trainer_agent.rollouts.request import plain_params
+from trainer_agent._rollouts.client import RolloutClient
+from trainer_agent._rollouts.request import plain_params
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer_agent.rollouts.results import Completion, Span
+    from trainer_agent._rollouts.results import Completion, Span
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

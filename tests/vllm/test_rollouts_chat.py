@@ -12,15 +12,15 @@ import pytest
 
 from bus.errors import UsageError
 from sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.letters import letters, write_letters
 from tests.vllm._vllm import boot_environment, require_vllm
-from trainer_agent.rollouts.client import RolloutClient
-from trainer_agent.rollouts.front import serve
+from trainer_agent._rollouts.client import RolloutClient
+from trainer_agent._rollouts.front import serve
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._manifest import Manifest
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.errors import EngineError
-from bus.manifest import Manifest
 from bus.messages import NackCode, Staging
-from bus.weight_transfer.allocation import StagingCapacity
-from sidecar.vllm.plugin import operations
+from sidecar._vllm.plugin import operations
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ MODELS: tuple[Target, ...] = ("model", "draft")
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM's groups: nobody is there to agree with."""
-    from sidecar.vllm.plugin import agreement  # noqa: PLC0415 - it needs torch
+    from sidecar._vllm.plugin import agreement  # noqa: PLC0415 - it needs torch
 
     monkeypatch.setattr(agreement, "_groups", lambda: iter(()))
 
@@ -40,11 +40,11 @@ def made() -> tuple[Any, Any]:
     from vllm.config import VllmConfig  # noqa: PLC0415 - it needs vLLM
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - same
 
-    from sidecar.transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
+    from sidecar._transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
     class Engine(WavebusWeightTransferEngine):
         def __init__(self) -> None:
@@ -191,7 +191,7 @@ def test_a_session_that_somebody_was_refused_is_in_nobodys_way(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several workers one says so; vLLM has begun a session in all the others."""
-    from sidecar.vllm.plugin import agreement  # noqa: PLC0415 - it needs torch
+    from sidecar._vllm.plugin import agreement  # noqa: PLC0415 - it needs torch
 
     worker, engine = made()
     monkeypatch.setattr(agreement, "is_last_worker", lambda: False)
@@ -237,7 +237,7 @@ def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused
 
 def test_a_transport_is_for_no_adapter_of_the_one_before() -> None:
     """Or a model's manifest would be checked as an adapter's, or not at all."""
-    from sidecar.vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - it needs vLLM
+    from sidecar._vllm.plugin.worker.lora import LoraAdapters  # noqa: PLC0415 - it needs vLLM
 
     _, engine = made()
     opened = []
@@ -251,8 +251,8 @@ def test_a_transport_is_for_no_adapter_of_the_one_before() -> None:
 
 def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     """Of the model; and the transport, which may be another by now, has room for it."""
-    from bus.weight_transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch
-    from sidecar.vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate  # noqa: PLC0415 - it needs vLLM
+    from bus._weight_transfer.shm import ShmReceiver  # noqa: PLC0415 - it needs torch
+    from sidecar._vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate  # noqa: PLC0415 - it needs vLLM
 
     _, engine = made()
     type(engine).wavebus_room = StagingCapacity(8)
@@ -278,9 +278,9 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
 
 def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     """Its trainer is silent, and the chunk was begun and is taken by nobody."""
-    from bus.weight_transfer.base import Receiver  # noqa: PLC0415 - it needs torch
-    from sidecar.transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - it needs vLLM
+    from bus._weight_transfer.base import Receiver  # noqa: PLC0415 - it needs torch
+    from sidecar._transfer.chunk_receiver import ChunkReceiver  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - it needs vLLM
 
     class Silent(Receiver):
         is_collective = True

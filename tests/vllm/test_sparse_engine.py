@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._manifest import Manifest
 from bus.errors import EngineError, ManifestRefused, UpdateFailed, UsageError
-from bus.manifest import Manifest
 from bus.messages import NackCode
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
@@ -212,9 +212,9 @@ def test_what_says_not_what_it_is_does_not_start(two: Two) -> None:
 
 def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
     """Whatever its sidecar remembers: that may be another one by now."""
-    from sidecar.vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
-    from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
-    from sidecar.vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
+    from sidecar._vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
+    from sidecar._vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
     worker = WavebusWeightTransferEngine.__new__(WavebusWeightTransferEngine)
     worker.session = UpdateSession()

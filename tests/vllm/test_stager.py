@@ -11,12 +11,12 @@ from torch import nn
 
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
-from sidecar.transfer.chunk_receiver import ChunkReceiver
-from sidecar.transfer.unloaded import UnloadedTensors
-from sidecar.vllm.plugin.loading.plan_cache import PlanCache
-from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
-from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
-from sidecar.vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate
+from sidecar._transfer.chunk_receiver import ChunkReceiver
+from sidecar._transfer.unloaded import UnloadedTensors
+from sidecar._vllm.plugin.loading.plan_cache import PlanCache
+from sidecar._vllm.plugin.loading.staged_weights import StagedWeights
+from sidecar._vllm.plugin.loading.staging_buffers import StagingBuffers
+from sidecar._vllm.plugin.loading.target_model import ArmedManifest, ArmedUpdate
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
     HIDDEN,
     Parts,
@@ -28,7 +28,7 @@ from tests.unit.sidecar.vllm.plugin.loading.test_staged_weights import Whole
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
-    from sidecar.vllm.plugin.staging.stager import Stager
+    from sidecar._vllm.plugin.staging.stager import Stager
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -39,7 +39,7 @@ STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
 
 def stager_of(model: Whole) -> Stager:
     """Of a worker that serves this model, and has armed all of its weights."""
-    from sidecar.vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - after require_vllm
+    from sidecar._vllm.plugin.staging.stager import Stager  # noqa: PLC0415 - after require_vllm
 
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
     plans = PlanCache(config, model, CPU, "", any_rank=lambda flags: flags)
@@ -88,7 +88,7 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
     """Else each update would be armed as one that is staged, and fail."""
     stager = stager_of(Whole())
     free = 1 << 40
-    monkeypatch.setattr("sidecar.vllm.plugin.staging.stager.free_memory", lambda _: free)
+    monkeypatch.setattr("sidecar._vllm.plugin.staging.stager.free_memory", lambda _: free)
 
     def refused(*_: object) -> None:
         raise EngineError("no room", code=NackCode.STAGING_REFUSED)
@@ -116,8 +116,8 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
         asked += 1
         return 0
 
-    monkeypatch.setattr("sidecar.transfer.memory_budget.free_memory", free)
-    spared = "sidecar.vllm.plugin.loading.staging_buffers.spare_memory"
+    monkeypatch.setattr("sidecar._transfer.memory_budget.free_memory", free)
+    spared = "sidecar._vllm.plugin.loading.staging_buffers.spare_memory"
     monkeypatch.setattr(spared, lambda _: spare)
     memory = stager._target.staged.memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it

@@ -11,18 +11,18 @@ import pytest
 
 from bus.errors import ManifestRefused
 from sidecar import Sidecar
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.vllm._vllm import async_llm, boot_environment, engine_args, require_vllm
 from tests.vllm._vllm import generate as generated
 from trainer_agent import TrainerAgent
-from trainer_agent.weights.saved_form import SavedForm
+from trainer_agent._weights.saved_form import SavedForm
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 require_vllm()
 pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._weight_transfer.registry import register_sender
+from bus._weight_transfer.shm import ShmSender
 from bus.errors import ManifestRefused, Refused, WavebusError
 from bus.messages import NackCode
-from bus.weight_transfer.registry import register_sender
-from bus.weight_transfer.shm import ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.procs import ROOT
 from tests.support.serving import an_engine, assert_serve
 from tests.vllm._vllm import boot_environment, require_vllm
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.weights.source import PairSource
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from sidecar import Sidecar
-from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar._vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.vllm._vllm import (
     async_llm,

@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch import nn
 
-from bus import vllm_payloads as blobs
+from bus._vllm import payloads as blobs
+from bus._weight_transfer.allocation import World
 from bus.errors import UsageError
-from bus.weight_transfer.allocation import World
-from sidecar.supervision.launch import free_port
-from sidecar.vllm.plugin.worker.native_handles import rebuildable
+from sidecar._supervision.launch import free_port
+from sidecar._vllm.plugin.worker.native_handles import rebuildable
 from tests.vllm._vllm import require_vllm
 from trainer_agent import TrainerAgent
-from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.vllm import native_payloads
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.source import meta_of, tensor_metas
+from trainer_agent._update.plan import UpdatePlan
+from trainer_agent._vllm import native_payloads
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.source import meta_of, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
-    from trainer_agent.vllm.source import BusWeightSource
+    from trainer_agent._vllm.source import BusWeightSource
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -342,7 +342,7 @@ def test_vllms_nccl_trainer_engine_leaves_a_broadcast_that_nobody_else_enters(pa
 
     from tests.support import pair_plugin  # noqa: PLC0415 - after require_vllm
     from tests.support.gloo_group import join  # noqa: PLC0415 - same
-    from trainer_agent.vllm.init_info import native_info  # noqa: PLC0415 - same
+    from trainer_agent._vllm.init_info import native_info  # noqa: PLC0415 - same
 
     _, theirs, source_class = both_ends("nccl")
     pair_plugin.register_on_cpu("nccl")

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from bus.ids import new_boot
-from bus.journal.writer import DEFAULT_BYTES, JournalWriter
-from bus.keys import read_keyring
-from bus.protocol.core.config import BrokerConfig
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.zmq_transport import ZmqServer
+from bus._ids import new_boot
+from bus._journal.writer import DEFAULT_BYTES, JournalWriter
+from bus._keys import read_keyring
+from bus._protocol.core.config import BrokerConfig
+from bus._runtime.clock import AsyncioScheduler
+from bus._runtime.zmq_transport import ZmqServer
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -28,7 +28,7 @@ async def broker(
         heartbeat_ms: the interval of peers' heartbeats, in ms.
         journal: folder of the journal; empty: none.
     """
-    from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - only this process needs it
+    from bus._runtime.broker_server import BrokerServer  # noqa: PLC0415 - only this process needs it
 
     config, scheduler, boot = BrokerConfig(heartbeat_ms), AsyncioScheduler(), new_boot()
     curve_keys = os.environ.get("WAVEBUS_CURVE_KEYS")

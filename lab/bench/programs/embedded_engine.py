@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 import bus.log
-from bus import vllm_payloads
+from bus._vllm import payloads as vllm_payloads
+from bus._weight_transfer.checksum import checksums
+from bus._weight_transfer.formats import BroadcastChunk, encode
+from bus._weight_transfer.gloo import GlooReceiver
+from bus._weight_transfer.packing import packed_offsets
+from bus._weight_transfer.registry import register_receiver
 from bus.errors import WavebusError
-from bus.protocol.engine.operations import Finish, LoadChunk, ReceiveChunk
-from bus.weight_transfer.checksum import checksums
-from bus.weight_transfer.formats import BroadcastChunk, encode
-from bus.weight_transfer.gloo import GlooReceiver
-from bus.weight_transfer.packing import packed_offsets
-from bus.weight_transfer.registry import register_receiver
+from bus.operations import Finish, LoadChunk, ReceiveChunk
 from lab.bench.programs.broadcast import MemoryCopy
 from lab.bench.programs.call_times import CallTimes
+from sidecar._embedded.parallel.options import DataParallel
+from sidecar._sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine
-from sidecar.embedded.parallel.options import DataParallel
-from sidecar.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
     from pathlib import Path
 
-    from bus.manifest import TensorMeta
-    from bus.protocol.engine.operations import Done, UpdateOperation
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus._manifest import TensorMeta
+    from bus._weight_transfer.allocation import RankAssignment
+    from bus.operations import Done, UpdateOperation
 
 _LINE_BYTES: Final = 1 << 24  # a line may be a manifest of all tensors
 
@@ -145,7 +145,7 @@ async def embedded_engine(
         rank: the rank in a DP group; of an engine alone, a part of its name.
         ranks: how many ranks the DP group has; 1: the engine is alone.
         master: ``host:port`` at which the ranks meet.
-        options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
+        options: more arguments of :class:`sidecar._embedded.EmbeddedEngine`.
     """
     bus.log.configure(level="warning", json=True)
     register_receiver(vllm_payloads.native_name("nccl"), ClientReceiver)

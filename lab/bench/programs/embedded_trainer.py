@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import aiohttp
 import torch
 
+from bus._weight_transfer.allocation import ALONE, World
+from bus._weight_transfer.registry import make_sender
 from bus.errors import WavebusError
-from bus.protocol.engine.operations import ArmManifest, LoadChunk, Open, ReceiveChunk, Start
-from bus.weight_transfer.allocation import ALONE, World
-from bus.weight_transfer.registry import make_sender
+from bus.operations import ArmManifest, LoadChunk, Open, ReceiveChunk, Start
 from lab.bench.programs.broadcast import MemoryCopy
 from lab.bench.programs.call_times import CallTimes
 from lab.bench.programs.measured_agent import BOOT_S, MeasuredAgent, TimedSender
 from lab.network import Network, PolicyConfig, save_network
-from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.shared_memory import share_memory
-from trainer_agent.weights.source import tensor_metas
+from trainer_agent._update.plan import UpdatePlan
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.shared_memory import share_memory
+from trainer_agent._weights.source import tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AsyncExitStack
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 Shape: TypeAlias = Literal["large", "small", "mixture"]
 End: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"

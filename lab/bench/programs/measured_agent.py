@@ -11,16 +11,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from trainer_agent.agent import TrainerAgent
+from trainer_agent._agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from bus.weight_transfer.base import Sender
-    from trainer_agent.options import How
-    from trainer_agent.weights.source import Weights
+    from bus._weight_transfer.base import Sender
+    from trainer_agent._options import How
+    from trainer_agent._weights.source import Weights
 
 BOOT_S: Final = 600.0
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-from bus.weight_transfer.allocation import World
+from bus._weight_transfer.allocation import World
 from lab.bench.programs.call_times import CallTimes
-from trainer_agent.vllm.init_info import native_info
-from trainer_agent.weights.source_forms import EitherForm, ParamMeta
+from trainer_agent._vllm.init_info import native_info
+from trainer_agent._weights.source_forms import EitherForm, ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from trainer_agent.agent import TrainerAgent
+from trainer_agent._agent import TrainerAgent
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack

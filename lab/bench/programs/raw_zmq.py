@@ -15,8 +15,8 @@ from typing import Final, Self
 
 import zmq
 
+from bus._runtime.zmq_transport import MAX_PEERS
 from bus.messages import Ack, Message, PauseLocal, Resume, Step, codec
-from bus.runtime.zmq_transport import MAX_PEERS
 from lab.bench.process import write_answer
 
 _PATIENCE_MS: Final = 30_000

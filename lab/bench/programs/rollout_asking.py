@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 
 import bus.log
-from bus.event_stream import END, EventStream
-from trainer_agent.rollouts.attempt import DECODER, GENERATE
-from trainer_agent.rollouts.client import RolloutClient
+from bus._event_stream import END, EventStream
+from trainer_agent._rollouts.attempt import DECODER, GENERATE
+from trainer_agent._rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack

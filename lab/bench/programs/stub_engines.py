@@ -6,15 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import bus.log
-from bus.protocol.engine.operations import Done
-from bus.weight_transfer.allocation import StagingCapacity
+from bus._weight_transfer.allocation import StagingCapacity
+from bus.operations import Done
+from sidecar._sidecar import Sidecar
 from sidecar.engine import EngineInfo
-from sidecar.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-    from bus.protocol.engine.operations import UpdateOperation
+    from bus.operations import UpdateOperation
 
 
 class StubEngine:

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import bus.log
+from bus._vllm.payloads import is_loaded_on_receipt
 from bus.errors import WavebusError
-from bus.vllm_payloads import is_loaded_on_receipt
 from lab.bench.programs.call_times import CallTimes
-from sidecar.sidecar import Sidecar
-from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar._sidecar import Sidecar
+from sidecar._supervision.server import SupervisedServer
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.plugin import operations, worker_rpc
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _BOOT_S: Final = 300.0
 _PLUGINS: Final = "VLLM_PLUGINS"
-_OURS: Final = "sidecar.vllm.plugin"
+_OURS: Final = "sidecar._vllm.plugin"
 
 
 class TimedConnection(HttpConnection):

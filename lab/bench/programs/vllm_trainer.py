@@ -15,13 +15,13 @@ from vllm.plugins import load_general_plugins
 from lab.bench.programs.measured_agent import BOOT_S, MeasuredAgent, reported
 from lab.bench.programs.native import NativeUpdate
 from lab.network import Network, PolicyConfig, write_config
-from trainer_agent.agent import TrainerAgent
+from trainer_agent._agent import TrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AsyncExitStack
 
-    from trainer_agent.options import How
+    from trainer_agent._options import How
 
 _8B: Final[dict[str, Any]] = {
     "vocab_size": 151_936,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from bus._protocol.core.effects import Send
+from bus._protocol.core.failures import Failure
+from bus._protocol.core.membership import Peer
 from bus.messages import (
     WIRE_NAMES,
     WIRE_VERSION,
@@ -19,9 +22,6 @@ from bus.messages import (
     Step,
 )
 from bus.messages.codec import encode_body
-from bus.protocol.core.effects import Send
-from bus.protocol.core.failures import Failure
-from bus.protocol.core.membership import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

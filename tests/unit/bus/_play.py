@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, get_args
 
+from bus._protocol.core.failures import Failure
+from bus._protocol.engine.calls import CallEscalate
+from bus._protocol.engine.lease import LeaseState
+from bus._protocol.engine.pause import EnginePauseState
 from bus.messages import (
     Abort,
     Commit,
@@ -20,19 +24,15 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.core.failures import Failure
-from bus.protocol.engine.calls import CallEscalate
-from bus.protocol.engine.lease import LeaseState
-from bus.protocol.engine.operations import ArmManifest, Done
-from bus.protocol.engine.pause import EnginePauseState
+from bus.operations import ArmManifest, Done
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._session import MANIFEST, ROOM, STAGING, Driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from bus._protocol.engine.calls import SessionEffect
     from bus.messages import Message
-    from bus.protocol.engine.calls import SessionEffect
 
 OPEN: Final = replace(MANIFEST, is_open=True)
 PART: Final = make_manifest(("c",))

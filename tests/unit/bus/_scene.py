@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from bus._protocol.group.pause import PauseState
+from bus._protocol.group.sleep import SleepState
+from bus._protocol.group.update import UpdateState
 from bus.errors import Refused
-from bus.protocol.group.pause import PauseState
-from bus.protocol.group.sleep import SleepState
-from bus.protocol.group.update import UpdateState
 from tests.sim.memory_network import Faults
 from tests.sim.watch import Watch
 from tests.sim.world import SimWorld

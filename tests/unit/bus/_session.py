@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.core.failures import Failure
+from bus._protocol.engine.calls import CallCancel, CallEscalate
+from bus._protocol.engine.session import EngineSession
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.messages import (
     NackCode,
     PauseLocal,
@@ -14,17 +19,12 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.failures import Failure
-from bus.protocol.engine.calls import CallCancel, CallEscalate
-from bus.protocol.engine.operations import Done
-from bus.protocol.engine.session import EngineSession
-from bus.weight_transfer.allocation import StagingCapacity
+from bus.operations import Done
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
+    from bus._protocol.engine.calls import Call, CallResult, SessionEffect
     from bus.messages import Message
-    from bus.protocol.engine.calls import Call, CallResult, SessionEffect
 
 MANIFEST = make_manifest(("a", "b"))
 STAGING = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from bus.protocol.core.state_table import IllegalTransition, StateMachine
+from bus._protocol.core.state_table import IllegalTransition, StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from bus._ids import check_name, new_boot, new_update_id
+from bus._runtime.peer import default_name
 from bus.errors import UsageError
-from bus.ids import check_name, new_boot, new_update_id
 from bus.messages import EngineFacts, UpdateId
-from bus.runtime.peer import default_name
 from tests.unit.bus._builders import facts
 
 

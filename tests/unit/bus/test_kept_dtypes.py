@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.kept_dtypes import kept_patterns, kept_refusal, pattern_of
+from bus._kept_dtypes import kept_patterns, kept_refusal, pattern_of
 from bus.messages import NackCode
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
+from bus._keys import Security, read_key, read_keyring, security
+from bus._net import is_loopback
 from bus.errors import UsageError
-from bus.keys import Security, read_key, read_keyring, security
-from bus.net import is_loopback
 from tests.support.keys import KeyFolder
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.locked_paths import LockedFolder, sweep
-from bus.weight_transfer.formats import SHM_FOLDER
+from bus._locked_paths import LockedFolder, sweep
+from bus._weight_transfer.formats import SHM_FOLDER
 from tests.support.users import as_nobody
 
 if TYPE_CHECKING:

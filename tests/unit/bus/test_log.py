@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import bus.log
-from bus.protocol.core.effects import Note
+from bus._protocol.core.effects import Note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bus._lora import MAX_CONFIG_BYTES, AdapterInit, adapter_backend, adapter_of
+from bus._weight_transfer.formats import decode, encode
 from bus.errors import UsageError
-from bus.lora import MAX_CONFIG_BYTES, AdapterInit, adapter_backend, adapter_of
-from bus.weight_transfer.formats import decode, encode
 
 
 def test_a_backend_for_each_adapter() -> None:

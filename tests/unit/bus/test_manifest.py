@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.manifest import DTYPE_BYTES, Manifest, TensorMeta
-from bus.weight_transfer.formats import PackedChunk, ShmInit, decode, encode
+from bus._manifest import DTYPE_BYTES, Manifest, TensorMeta
+from bus._weight_transfer.formats import PackedChunk, ShmInit, decode, encode
 
 METAS = [TensorMeta("a", "float32", (4,)), TensorMeta("b", "int8", (16,))]
 RIGHT = Manifest(("a", "b"), ("float32", "int8"), ((4,), (16,)), (1, 2))

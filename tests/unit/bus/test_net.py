@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bus._net import advertised
 from bus.errors import UsageError
-from bus.net import advertised
 
 
 @pytest.mark.parametrize(

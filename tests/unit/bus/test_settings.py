@@ -9,8 +9,8 @@ from typing import Any
 import click
 import pytest
 
+from bus._settings import load
 from bus.errors import UsageError
-from bus.settings import load
 from tests.support.users import NOBODY
 
 

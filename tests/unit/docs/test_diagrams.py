@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from click.testing import CliRunner
 
+from bus._protocol.dp import coordinator, wave
+from bus._protocol.engine import lease, memory, update_states
+from bus._protocol.engine import pause as engine_pause
+from bus._protocol.group import pause, sleep, update
+from bus._protocol.trainer import chunk_window, pause_window
+from bus._protocol.trainer import update as trainer_update
 from bus.errors import UsageError
-from bus.protocol.dp import coordinator, wave
-from bus.protocol.engine import lease, memory, update_states
-from bus.protocol.engine import pause as engine_pause
-from bus.protocol.group import pause, sleep, update
-from bus.protocol.trainer import chunk_window, pause_window
-from bus.protocol.trainer import update as trainer_update
 from tests.support.diagrams import command, diagrams, fill_page, state_diagram
 
 if TYPE_CHECKING:

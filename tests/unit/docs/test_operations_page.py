@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/operations.md"
 FILES = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

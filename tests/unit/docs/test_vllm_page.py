@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bus.vllm_versions import OLDEST_SUPPORTED, TESTED
-from sidecar.vllm.plugin.patches import REGISTRY as SIDECAR
-from trainer_agent.vllm.registry import REGISTRY as TRAINER
+from bus._vllm.versions import OLDEST_SUPPORTED, TESTED
+from sidecar._vllm.plugin.patches import REGISTRY as SIDECAR
+from trainer_agent._vllm.registry import REGISTRY as TRAINER
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")

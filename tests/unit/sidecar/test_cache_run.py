@@ -6,7 +6,7 @@ import asyncio
 
 from bus.errors import EngineError
 from lab.bench.programs.stub_engines import StubEngine
-from sidecar.cache_run import CacheRun
+from sidecar._cache_run import CacheRun
 
 
 class Joining(StubEngine):

@@ -7,13 +7,13 @@ import sys
 import click
 import pytest
 
-from bus.cli import options
-from bus.cli.main import wavebus
+from bus._cli import options
+from bus._cli.main import wavebus
 from bus.errors import UsageError
-from sidecar.cli_plan import SidecarPlan, make_vllm
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.plugin.environment import (
+from sidecar._cli_plan import SidecarPlan, make_vllm
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.plugin.environment import (
     BOOT_CLOSED,
     TRUST_KV_CONNECTORS,
     trusted_kv_connectors,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.followed_routes import FollowedRoutes
+from bus._protocol.core.link import LinkState
+from bus._runtime.clock import AsyncioScheduler
+from bus._runtime.peer import PeerClient, route_of
+from bus._runtime.zmq_transport import ZmqClient
 from bus.messages import Envelope, Heartbeat, Join, Message, Nack, Routes, RoutesTaken
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.followed_routes import FollowedRoutes
-from bus.protocol.core.link import LinkState
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import PeerClient, route_of
-from bus.runtime.zmq_transport import ZmqClient
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
 from tests.support.broker import a_broker

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+from bus._protocol.engine.calls import CallStrengthenPause
 from bus.errors import EngineError
-from bus.protocol.engine.calls import CallStrengthenPause
 from lab.bench.programs.stub_engines import StubEngine
-from sidecar.dispatch import dispatch
+from sidecar._dispatch import dispatch
 
 
 class Uncounted(StubEngine):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bus.messages import NO_LIMITS
-from sidecar.doctor import _GENERATE, _RL_ROUTES, _server
-from sidecar.vllm.plugin import kv_connectors, worker_rpc
-from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS
+from sidecar._doctor import _GENERATE, _RL_ROUTES, _server
+from sidecar._vllm.plugin import kv_connectors, worker_rpc
+from sidecar._vllm.plugin.environment import TRUST_KV_CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.core.effects import Note
+from bus._protocol.engine.calls import CallAbortRequests, CallCommit, CallPause, CallResume
+from bus._protocol.engine.pause import EnginePauseState
 from bus.errors import EngineError
 from bus.messages import Commit, NackCode, Resume, Sleep, UpdateFinish, UpdateStart
-from bus.protocol.core.effects import Note
-from bus.protocol.engine.calls import CallAbortRequests, CallCommit, CallPause, CallResume
-from bus.protocol.engine.operations import (
+from bus.operations import (
     Done,
     Finish,
     LoadChunk,
@@ -23,15 +24,14 @@ from bus.protocol.engine.operations import (
     Restore,
     Start,
 )
-from bus.protocol.engine.pause import EnginePauseState
-from sidecar.pause_lease import PauseLeaseWriter
-from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease, deadline_ns
+from sidecar._pause_lease import PauseLeaseWriter
+from sidecar._shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease, deadline_ns
 from tests.sim.makers import make_chunk, make_sent
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 if TYPE_CHECKING:
-    from bus.protocol.engine.calls import SessionEffect
-    from sidecar.shared_pages.pause_lease import Begun, OutcomeState
+    from bus._protocol.engine.calls import SessionEffect
+    from sidecar._shared_pages.pause_lease import Begun, OutcomeState
 
 _S = EnginePauseState
 LEFT_MS = 7_000.0  # the lease's 5 s, and how long a living sidecar may take to end it

@@ -12,17 +12,17 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.link import LinkConfig
+from bus._runtime.peer import PeerClient
 from bus.errors import BusClosed, EngineError, Refused
 from bus.messages import NackCode, PauseLocal, StartDpWave
 from bus.messages.types import MAX_REQUEST_IDS
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.link import LinkConfig
-from bus.runtime.peer import PeerClient
 from lab.bench.programs.stub_engines import StubEngine
 from sidecar import Sidecar
-from sidecar import sidecar as module
+from sidecar import _sidecar as module
+from sidecar._shared_pages.pause_lease import LeaseOutcome
 from sidecar.engine import EngineInfo
-from sidecar.shared_pages.pause_lease import LeaseOutcome
 from tests.support.broker import a_broker
 from tests.support.steps import ByStep
 from trainer_agent import TrainerAgent
@@ -30,9 +30,9 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from bus._protocol.core.effects import Note
     from bus.messages import PauseMode
-    from bus.protocol.core.effects import Note
-    from sidecar.shared_pages.pause_lease import PauseLease
+    from sidecar._shared_pages.pause_lease import PauseLease
 
 TIMEOUT_S = 60.0
 REQUESTS = tuple(f"{n:0300}" for n in range(MAX_REQUEST_IDS + 1))

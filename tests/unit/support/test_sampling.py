@@ -37,13 +37,13 @@ def test_a_commit_has_the_same_sample_everywhere() -> None:
 PROJECT = {
     "bus/messages/__init__.py": "from bus.messages.pause import *\n",
     "bus/messages/pause.py": "class Pause: ...\n",
-    "bus/lora.py": "class Lora: ...\n",
-    "bus/net.py": "",
+    "bus/_lora.py": "class Lora: ...\n",
+    "bus/_net.py": "",
     "bus/errors.py": "",
     "trainer_agent/__init__.py": (
-        "if TYPE_CHECKING:\n    from trainer_agent.agent import TrainerAgent\n"
+        "if TYPE_CHECKING:\n    from trainer_agent._agent import TrainerAgent\n"
     ),
-    "trainer_agent/agent.py": "from bus import lora\nclass TrainerAgent: ...\n",
+    "trainer_agent/_agent.py": "from bus import _lora as lora\nclass TrainerAgent: ...\n",
     "tests/support/procs.py": "",
     "tests/support/script.py": "",
     "tests/contract/engine_suite.py": "",
@@ -54,10 +54,10 @@ PROJECT = {
         "from bus.messages import Pause\nfrom trainer_agent import TrainerAgent\n"
         "from tests.support import procs\n"
     ),
-    "tests/integration/test_net.py": "import bus.net\n",
-    "tests/integration/test_types.py": "if TYPE_CHECKING:\n    from bus.net import X\n",
-    "tests/integration/test_script.py": "RUN = 'sidecar.cli'\nTHEN = 'examples/one.py'\n",
-    "sidecar/cli.py": "",
+    "tests/integration/test_net.py": "import bus._net\n",
+    "tests/integration/test_types.py": "if TYPE_CHECKING:\n    from bus._net import X\n",
+    "tests/integration/test_script.py": "RUN = 'sidecar._cli'\nTHEN = 'examples/one.py'\n",
+    "sidecar/_cli.py": "",
     "examples/one.py": "",
     "tests/unit/bus/test_lora_matching.py": "",
     "tests/unit/bus/lora/test_any.py": "",
@@ -72,10 +72,10 @@ TESTS = [path for path in PROJECT if "/test_" in path]
     [
         ("README.md", []),
         ("tests/integration/test_net.py", ["integration/test_net"]),
-        ("bus/net.py", ["integration/test_net"]),
-        ("bus/lora.py", ["unit/bus/test_lora_matching", "unit/bus/lora/test_any"]),
-        ("trainer_agent/agent.py", ["integration/test_agent"]),
-        ("sidecar/cli.py", ["integration/test_script"]),
+        ("bus/_net.py", ["integration/test_net"]),
+        ("bus/_lora.py", ["unit/bus/test_lora_matching", "unit/bus/lora/test_any"]),
+        ("trainer_agent/_agent.py", ["integration/test_agent"]),
+        ("sidecar/_cli.py", ["integration/test_script"]),
         ("examples/one.py", ["integration/test_script"]),
         ("tests/contract/engine_suite.py", ["contract/test_engine"]),
         ("tests/contract/surface/wire.txt", ["contract/test_engine"]),
@@ -115,7 +115,7 @@ def test_commits_of_12_hours_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "changed"),
     [
-        ("sidecar/vllm/engine.py", True),
+        ("sidecar/_vllm/engine.py", True),
         ("tests/vllm/test_draft.py", True),
         ("tests/unit/trainer_agent/vllm/test_registry.py", True),
         (".ci/setup", True),

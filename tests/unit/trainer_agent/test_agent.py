@@ -11,9 +11,9 @@ import torch
 
 from bus.errors import UsageError
 from tests.unit.trainer_agent.test_connection import StubBroker
-from trainer_agent.agent import TrainerAgent
-from trainer_agent.rollouts.sync_client import SyncRolloutClient
-from trainer_agent.sync_agent import SyncTrainerAgent
+from trainer_agent._agent import TrainerAgent
+from trainer_agent._rollouts.sync_client import SyncRolloutClient
+from trainer_agent._sync_agent import SyncTrainerAgent
 
 LORA = {f"base_model.model.q.lora_{which}.weight": torch.zeros(1, 1) for which in "AB"}
 CONFIG = {"r": 1, "lora_alpha": 1, "target_modules": ["q"]}

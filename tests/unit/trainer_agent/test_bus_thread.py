@@ -16,7 +16,7 @@ from anyio.from_thread import BlockingPortal
 
 from tests.support.interrupts import waits_for_a_lock
 from tests.support.procs import ROOT
-from trainer_agent.bus_thread import BusThread
+from trainer_agent._bus_thread import BusThread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -187,7 +187,7 @@ def test_a_block_hears_the_error_of_its_body() -> None:
 INTERRUPTED = """
 import signal, sys, threading, traceback
 import anyio
-from trainer_agent import bus_thread
+from trainer_agent import _bus_thread as bus_thread
 
 begins, heard, main = anyio.run, threading.Event(), threading.main_thread().ident
 

@@ -9,7 +9,7 @@ import pytest
 from bus.errors import CanaryFailed, UsageError
 from bus.messages import Differing, EngineProbes, ProbeReport, ProbeResult
 from trainer_agent import Canary
-from trainer_agent.canary import compare, digest
+from trainer_agent._canary import compare, digest
 
 PROMPTS = ((1, 2), (3,))
 RIGHT = ProbeResult((7, 8), (-0.5, -0.25))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.core.config import BROKER_NAME
+from bus._protocol.core.validation import by_digest
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError
 from bus.messages import (
     MAX_FRAME_BYTES,
@@ -23,15 +25,13 @@ from bus.messages import (
     Welcome,
     codec,
 )
-from bus.protocol.core.config import BROKER_NAME
-from bus.protocol.core.validation import by_digest
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import envelope
-from trainer_agent.connection import Connection
+from trainer_agent._connection import Connection
 
 if TYPE_CHECKING:
+    from bus._runtime.interfaces import OnFrame
     from bus.messages import Message
-    from bus.runtime.interfaces import OnFrame
 
 MANIFEST = make_manifest(("a", "b"))
 OTHER = make_manifest(("b", "a"))
@@ -220,7 +220,7 @@ def test_a_manifest_is_repeated_by_its_digest_unless_the_broker_lacks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A copy each second would fill the broker's journal while engines check the manifest."""
-    monkeypatch.setattr("trainer_agent.connection._RESEND_S", 0.01)
+    monkeypatch.setattr("trainer_agent._connection._RESEND_S", 0.01)
 
     async def scenario() -> None:
         broker = StubBroker()

@@ -4,9 +4,9 @@ the peer was heard."""
 from __future__ import annotations
 
 from bus.messages import Commit, StatusRequest, WeightChunkMeta
-from bus.protocol.engine.operations import LoadChunk
+from bus.operations import LoadChunk
 from tests.unit.bus._scene import Scene
-from trainer_agent.failures import silent_broker, silent_engines
+from trainer_agent._failures import silent_broker, silent_engines
 
 CHUNK = WeightChunkMeta("u1", 2, "", b"")
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.cli.main import run
-from bus.journal.reader import read
-from bus.journal.records import MAGIC, FileBegan, pack
-from bus.journal.spans import spans
-from bus.protocol.engine.calls import CallPause
+from bus._cli.main import run
+from bus._journal.reader import read
+from bus._journal.records import MAGIC, FileBegan, pack
+from bus._journal.spans import spans
+from bus._protocol.engine.calls import CallPause
 from tests.support.record_hang import HANG
 from tests.unit.bus.journal._recorded import ask_status, updated, world_of
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
 
 if TYPE_CHECKING:
     from pathlib import Path

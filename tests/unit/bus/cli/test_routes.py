@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.cli import routes as command
-from bus.cli.main import run
+from bus._cli import routes as command
+from bus._cli.main import run
+from bus._protocol.engine.calls import CallCommit
+from bus._protocol.group.update import UpdateState
 from bus.messages import GroupStatus, Routes, Status
-from bus.protocol.engine.calls import CallCommit
-from bus.protocol.group.update import UpdateState
 from tests.unit.bus._scene import Scene
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
-from bus.cli import status as command
-from bus.cli.main import run
-from bus.journal.explain import findings
+from bus._cli import status as command
+from bus._cli.main import run
+from bus._journal.explain import findings
 from bus.messages import GroupStatus, OutView, Status
-from bus.protocol.engine.operations import LoadChunk
+from bus.operations import LoadChunk
 from tests.unit.bus._scene import Scene
 
 if TYPE_CHECKING:

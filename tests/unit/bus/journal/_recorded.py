@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.journal.records import FrameReceived, FrameSent
-from bus.journal.render import decode_frame
-from bus.journal.replay import Difference, Unplayable, replay_lives
+from bus._journal.records import FrameReceived, FrameSent
+from bus._journal.render import decode_frame
+from bus._journal.replay import Difference, Unplayable, replay_lives
 from bus.messages import WIRE_VERSION, Ack, Envelope, StatusRequest, Step
 from bus.messages.codec import encode, encode_body
 from tests.sim.memory_network import Faults
@@ -15,7 +15,7 @@ from tests.sim.world import SimWorld
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.journal.reader import Entry, Item
+    from bus._journal.reader import Entry, Item
     from bus.messages import Message
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bus.journal.explain import Finding, findings
-from bus.journal.reader import Entry, Gap, read
-from bus.journal.records import FileBegan, FrameReceived, FrameSent, RecordsLost
-from bus.journal.replay import Replay, Unplayable, replay_lives
+from bus._journal.explain import Finding, findings
+from bus._journal.reader import Entry, Gap, read
+from bus._journal.records import FileBegan, FrameReceived, FrameSent, RecordsLost
+from bus._journal.replay import Replay, Unplayable, replay_lives
+from bus._protocol.engine.calls import CallPause
 from bus.messages import Commit, GroupAck, Heartbeat, HeartbeatAck, Status, Step
-from bus.protocol.engine.calls import CallPause
 from tests.unit.bus.journal._recorded import (
     ask_status,
     difference,
@@ -27,7 +27,7 @@ from tests.unit.bus.journal._recorded import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bus.journal.reader import Item
+    from bus._journal.reader import Item
     from tests.sim.world import SimWorld
 
 STEPS = (

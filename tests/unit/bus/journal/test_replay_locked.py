@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bus.journal.reader import Entry
-from bus.journal.records import (
+from bus._journal.reader import Entry
+from bus._journal.records import (
     FileBegan,
     FrameReceived,
     FrameRefused,
@@ -19,12 +19,12 @@ from bus.journal.records import (
     Record,
     pack,
 )
-from bus.journal.render import as_json, line
+from bus._journal.render import as_json, line
+from bus._protocol.core.access import STRANGERS_FRAME_BYTES, Limits, Rate
+from bus._protocol.core.config import BrokerConfig
+from bus._runtime.broker_server import BrokerServer
 from bus.messages import Heartbeat, Join, Message, Nack, NackCode, StatusRequest
 from bus.messages.codec import encode
-from bus.protocol.core.access import STRANGERS_FRAME_BYTES, Limits, Rate
-from bus.protocol.core.config import BrokerConfig
-from bus.runtime.broker_server import BrokerServer
 from tests.sim.clock import SimScheduler
 from tests.sim.memory_journal import MemoryJournal
 from tests.sim.memory_network import MemoryNetwork
@@ -34,7 +34,7 @@ from tests.unit.bus.journal._recorded import difference, message_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.protocol.core.access import KeyRole
+    from bus._protocol.core.access import KeyRole
 
 KEYS: dict[str, KeyRole] = {"key-e": "engine", "key-t": "trainer", "key-o": "observer"}
 LIMITS = Limits(peer=Rate(100, 1000), stranger=Rate(10, 40), status=Rate(5, 8))

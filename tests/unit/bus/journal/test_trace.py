@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.journal.reader import Entry
-from bus.journal.records import FrameReceived, FrameSent
-from bus.journal.spans import TraceSpan, spans
-from bus.journal.trace import trace
+from bus._journal.reader import Entry
+from bus._journal.records import FrameReceived, FrameSent
+from bus._journal.spans import TraceSpan, spans
+from bus._journal.trace import trace
+from bus._protocol.engine.calls import CallPause
 from bus.messages import Step
 from bus.messages.codec import encode
-from bus.protocol.engine.calls import CallPause
-from bus.protocol.engine.operations import LoadChunk
+from bus.operations import LoadChunk
 from tests.sim.engine import Behaviour
 from tests.unit.bus._builders import ack, engine_join, envelope
 from tests.unit.bus.journal._recorded import updated, world_of

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.errors import JournalError, UsageError
-from bus.journal.reader import Entry, Gap, read
-from bus.journal.records import (
+from bus._journal.reader import Entry, Gap, read
+from bus._journal.records import (
     MAGIC,
     MARK,
     PREFIX_BYTES,
@@ -30,10 +29,11 @@ from bus.journal.records import (
     pack,
     unpack,
 )
-from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, JournalWriter, journal_files
+from bus._journal.writer import DEFAULT_BYTES, LEAST_BYTES, JournalWriter, journal_files
+from bus._protocol.core.access import KeyRole, Limits, Rate
+from bus._protocol.core.config import BrokerConfig
+from bus.errors import JournalError, UsageError
 from bus.messages import MAX_FRAME_BYTES
-from bus.protocol.core.access import KeyRole, Limits, Rate
-from bus.protocol.core.config import BrokerConfig
 from tests.sim.clock import SimScheduler
 from tests.support.procs import ROOT
 

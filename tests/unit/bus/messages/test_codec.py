@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.broker.broker import Broker
+from bus._protocol.core.effects import Note, Send
 from bus.errors import DecodeError
 from bus.messages import (
     MAX_BLOB_BYTES,
@@ -39,8 +41,6 @@ from bus.messages import (
     codec,
 )
 from bus.messages.types import MAX_MEETING_BYTES, MAX_REQUEST_IDS
-from bus.protocol.broker.broker import Broker
-from bus.protocol.core.effects import Note, Send
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import nack_in
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._protocol.core.config import BrokerConfig
+from bus._runtime.broker_server import BrokerServer
 from bus.messages import Heartbeat, Message, codec
-from bus.protocol.core.config import BrokerConfig
-from bus.runtime.broker_server import BrokerServer
 from tests.unit.bus._builders import engine_join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.runtime.interfaces import OnRoutedFrame
+    from bus._runtime.interfaces import OnRoutedFrame
 
 CONFIG = BrokerConfig(heartbeat_ms=1000, peer_timeout_ms=5000)
 

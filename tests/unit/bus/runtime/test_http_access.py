@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bus.runtime.http_access import HttpAccess
+from bus._runtime.http_access import HttpAccess
 
 JSON = {"Content-Type": "application/json", "Host": "127.0.0.1"}
 OPEN = HttpAccess(is_strict=True)

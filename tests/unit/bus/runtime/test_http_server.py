@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bus.runtime import http_server
-from bus.runtime.http_access import HttpAccess
-from bus.runtime.http_server import ClientRequests, HttpServer
+from bus._runtime import http_server
+from bus._runtime.http_access import HttpAccess
+from bus._runtime.http_server import ClientRequests, HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

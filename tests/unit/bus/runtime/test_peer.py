@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bus._protocol.core.link import LinkState
+from bus._runtime.peer import PeerClient
 from bus.messages import Heartbeat, Join, Message, NackCode, Role, WaitEngines, Welcome, codec
-from bus.protocol.core.link import LinkState
-from bus.runtime.peer import PeerClient
 from tests.sim.clock import SimScheduler
 from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope
@@ -14,9 +14,9 @@ from tests.unit.bus._builders import envelope
 if TYPE_CHECKING:
     import pytest
 
+    from bus._protocol.core.effects import Note
+    from bus._runtime.interfaces import OnFrame
     from bus.messages import Envelope
-    from bus.protocol.core.effects import Note
-    from bus.runtime.interfaces import OnFrame
 
 ROLE: Role = "trainer"
 

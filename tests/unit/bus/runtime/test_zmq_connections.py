@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from bus._runtime import zmq_connections as module
+from bus._runtime.zmq_connections import ConnectionGuard
 from bus.messages import Nack, NackCode, codec
-from bus.runtime import zmq_connections as module
-from bus.runtime.zmq_connections import ConnectionGuard
 from tests.support.keys import KeyFolder
 from tests.support.procs import Proc, run_wavebus, wavebus
 from tests.support.zmtp import RawPeer, frame

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._runtime.zmq_transport import ZmqClient, ZmqServer
 from bus.errors import UsageError
-from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bus.weight_transfer import barrier_links
-from bus.weight_transfer.allocation import RankAssignment
-from bus.weight_transfer.barrier_links import Listener
+from bus._weight_transfer import barrier_links
+from bus._weight_transfer.allocation import RankAssignment
+from bus._weight_transfer.barrier_links import Listener
 
 LOCAL = "127.0.0.1"
 LIMIT_S = 60.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bus.manifest import DTYPE_BYTES
-from bus.weight_transfer.checksum import (
+from bus._manifest import DTYPE_BYTES
+from bus._weight_transfer.checksum import (
     SAMPLE_WORDS,
     checksums,
     first_difference,

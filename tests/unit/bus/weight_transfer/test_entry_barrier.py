@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.weight_transfer import barrier_links, entry_barrier
-from bus.weight_transfer.allocation import RankAssignment
-from bus.weight_transfer.barrier_links import Listener
+from bus._weight_transfer import barrier_links, entry_barrier
+from bus._weight_transfer.allocation import RankAssignment
+from bus._weight_transfer.barrier_links import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bus.weight_transfer.entry_barrier import EntryBarrier
+    from bus._weight_transfer.entry_barrier import EntryBarrier
 
 LOCAL = "127.0.0.1"
 LIMIT_S = 60.0

@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bus.weight_transfer import nccl_communicator, rendezvous
-from bus.weight_transfer.allocation import RankAssignment, World
-from bus.weight_transfer.formats import GlooInit
+from bus._weight_transfer import nccl_communicator, rendezvous
+from bus._weight_transfer.allocation import RankAssignment, World
+from bus._weight_transfer.formats import GlooInit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from bus.weight_transfer.entry_barrier import EntryBarrier
-    from bus.weight_transfer.nccl_communicator import NcclCommunicator
+    from bus._weight_transfer.entry_barrier import EntryBarrier
+    from bus._weight_transfer.nccl_communicator import NcclCommunicator
 
 LOCAL = "127.0.0.1"
 LIMIT_S = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bus.manifest import TensorMeta
-from bus.weight_transfer.packing import ReceivedChunk, ViewCache, packed_offsets
+from bus._manifest import TensorMeta
+from bus._weight_transfer.packing import ReceivedChunk, ViewCache, packed_offsets
 
 
 def metas(chunk: int, size: int = 4) -> tuple[TensorMeta, ...]:

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
+from bus._weight_transfer import rendezvous
+from bus._weight_transfer.allocation import RankAssignment, World
+from bus._weight_transfer.formats import GlooInit, NcclInit, decode, encode
 from bus.errors import WavebusError
-from bus.weight_transfer import rendezvous
-from bus.weight_transfer.allocation import RankAssignment, World
-from bus.weight_transfer.formats import GlooInit, NcclInit, decode, encode
 
 LOCAL = "127.0.0.1"
 DUPLICATE = """NCCL error in: /x/NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.cli.main import run
+from bus._cli.main import run
 from lab.bench import fleet, gap, updates
 from lab.bench.fleet import ServedAnswer, UpdatedEngines, without_experts
 from lab.bench.gap import figures_of, typical

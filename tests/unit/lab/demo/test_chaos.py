@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.errors import WavebusError
-from bus.protocol.engine.operations import LoadChunk
+from bus.operations import LoadChunk
 from lab.demo.chaos import Chaos, out_of_service
 from lab.demo.plan import DemoPlan
 from lab.demo.processes import HEARTBEAT_MS

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bus.manifest import Manifest
+from bus._manifest import Manifest
 from lab.demo.policy import make_policy, save_checkpoint
 from lab.network import PolicyConfig
-from sidecar.embedded.config import read_config
-from sidecar.embedded.qwen3 import Qwen3, attend_whole, rope_of
-from sidecar.embedded.weights import ExpectedWeights, load_folder, load_tensors
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.source import tensor_metas
+from sidecar._embedded.config import read_config
+from sidecar._embedded.qwen3 import Qwen3, attend_whole, rope_of
+from sidecar._embedded.weights import ExpectedWeights, load_folder, load_tensors
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.source import tensor_metas
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.protocol.dp.coordinator import Publish, StartCores
-from sidecar.dp_coordinator import frames
-from sidecar.dp_coordinator.frames import BadFrame, CoreReport, FirstRequest
+from bus._protocol.dp.coordinator import Publish, StartCores
+from sidecar._dp_coordinator import frames
+from sidecar._dp_coordinator.frames import BadFrame, CoreReport, FirstRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

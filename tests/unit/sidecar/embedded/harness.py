@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sidecar.embedded.engine import EmbeddedEngine
-from sidecar.embedded.sampling import SamplingParams
+from sidecar._embedded.engine import EmbeddedEngine
+from sidecar._embedded.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
-    from sidecar.embedded.requests import Delta, Generation
+    from sidecar._embedded.requests import Delta, Generation
     from tests.support.checkpoints import Checkpoint
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import torch
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from sidecar.embedded.sampling import SamplingParams
+from sidecar._embedded.sampling import SamplingParams
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.push import Push
 from tests.unit.sidecar.embedded.harness import PROMPT, greedy, run, serving, take
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import PauseMode
-    from sidecar.embedded.engine import EmbeddedEngine
-    from sidecar.embedded.requests import VersionSpan
+    from sidecar._embedded.engine import EmbeddedEngine
+    from sidecar._embedded.requests import VersionSpan
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, seed=11)
 LONG = 400

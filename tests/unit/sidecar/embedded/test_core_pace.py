@@ -31,7 +31,7 @@ def test_a_core_rests_after_each_step(tmp_path: Path, monkeypatch: pytest.Monkey
         else:
             sleep(for_s)  # of another thread: all have one module
 
-    monkeypatch.setattr("sidecar.embedded.core.time.sleep", rest)
+    monkeypatch.setattr("sidecar._embedded.core.time.sleep", rest)
 
     async def scenario() -> None:
         engine = EmbeddedEngine(checkpoint.folder, host=None, step_ms=STEP_S * 1000)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sidecar.embedded.config import read_config
-from sidecar.embedded.model import ModelRunner
-from sidecar.embedded.weights import load_folder
+from sidecar._embedded.config import read_config
+from sidecar._embedded.model import ModelRunner
+from sidecar._embedded.weights import load_folder
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from bus.errors import EngineError, UsageError
-from sidecar.embedded.config import read_config
-from sidecar.embedded.model import ModelRunner
-from sidecar.embedded.qwen3 import Alone, Mixture
-from sidecar.embedded.weights import load_folder, load_tensors
+from sidecar._embedded.config import read_config
+from sidecar._embedded.model import ModelRunner
+from sidecar._embedded.qwen3 import Alone, Mixture
+from sidecar._embedded.weights import load_folder, load_tensors
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.push import Push, manifest_of
 from tests.unit.sidecar.embedded.harness import PROMPT, greedy, run, serving

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sidecar.embedded.sampling import (
+from sidecar._embedded.sampling import (
     SamplingBatch,
     SamplingParams,
     choice_seed,

@@ -14,9 +14,9 @@ import pytest
 
 from bus.errors import EngineDead, EngineError
 from bus.rejection import is_closed
-from sidecar.embedded.engine import EmbeddedEngine
-from sidecar.embedded.sampling import SamplingParams
-from sidecar.embedded.server import MAX_BODY_BYTES
+from sidecar._embedded.engine import EmbeddedEngine
+from sidecar._embedded.sampling import SamplingParams
+from sidecar._embedded.server import MAX_BODY_BYTES
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.push import Push
 from tests.unit.sidecar.embedded.harness import PROMPT, greedy, run

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
+from bus._weight_transfer.checksum import checksums
+from bus._weight_transfer.shm import ShmReceiver
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.checksum import checksums
-from bus.weight_transfer.shm import ShmReceiver
-from sidecar.embedded.update import Updater
+from sidecar._embedded.update import Updater
 from tests.support.checkpoints import Checkpoint, perturbed
 from tests.support.push import Push, manifest_of
 from tests.support.steps import steps
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import Verify
-    from bus.protocol.engine.operations import ReceiveChunk
-    from sidecar.embedded.engine import EmbeddedEngine
+    from bus.operations import ReceiveChunk
+    from sidecar._embedded.engine import EmbeddedEngine
 
 
 async def _refused(call: Awaitable[Any], said: str, code: NackCode = NackCode.WRONG_STATE) -> None:

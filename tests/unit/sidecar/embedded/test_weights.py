@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._manifest import Manifest, TensorMeta
 from bus.errors import EngineError, UsageError
-from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
-from sidecar.embedded.config import read_config
-from sidecar.embedded.model import ModelRunner
-from sidecar.embedded.qwen3 import Qwen3
-from sidecar.embedded.weights import ExpectedWeights, load_folder, load_tensors
+from sidecar._embedded.config import read_config
+from sidecar._embedded.model import ModelRunner
+from sidecar._embedded.qwen3 import Qwen3
+from sidecar._embedded.weights import ExpectedWeights, load_folder, load_tensors
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.push import metas_of
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from sidecar.shared_pages import core_status
-from sidecar.shared_pages.core_status import (
+from sidecar._shared_pages import core_status
+from sidecar._shared_pages.core_status import (
     GLOBALLY_PAUSED,
     LOCALLY_PAUSED,
     PAGE_BYTES,
@@ -20,8 +20,8 @@ from sidecar.shared_pages.core_status import (
     CoreStatusReader,
     StepLimit,
 )
-from sidecar.shared_pages.pause_lease import PauseLeasePage
-from sidecar.shared_pages.two_slot_page import NoPage
+from sidecar._shared_pages.pause_lease import PauseLeasePage
+from sidecar._shared_pages.two_slot_page import NoPage
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def test_it_can_be_read_at_any_time(tmp_path: Path) -> None:
     program = f"""
 import threading
 from pathlib import Path
-from sidecar.shared_pages.core_status import CoreStatusPage
+from sidecar._shared_pages.core_status import CoreStatusPage
 
 def spin():
     while True:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from sidecar.shared_pages.pause_lease import (
+from sidecar._shared_pages.pause_lease import (
     PAGE_BYTES,
     LeaseOutcome,
     PauseLease,
     PauseLeasePage,
 )
-from sidecar.shared_pages.two_slot_page import NoPage
+from sidecar._shared_pages.two_slot_page import NoPage
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.shared_pages.two_slot_page import (
+from sidecar._shared_pages.two_slot_page import (
     RECORDS_AT,
     NoPage,
     TwoSlotRecord,

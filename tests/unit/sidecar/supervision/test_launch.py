@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from bus.locked_paths import LockedFolder
-from sidecar.supervision.launch import free_port
+from bus._locked_paths import LockedFolder
+from sidecar._supervision.launch import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAKES_ONE = """
 import sys
 from pathlib import Path
-from bus.locked_paths import LockedFolder
+from bus._locked_paths import LockedFolder
 folder = LockedFolder("held-", Path(sys.argv[1]))
 (folder.path / "page").touch()
 print(folder.path, flush=True)

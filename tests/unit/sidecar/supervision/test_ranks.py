@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bus._vllm.source import SourceTree
 from bus.errors import EngineError, UsageError
-from bus.vllm_source import SourceTree
-from sidecar.supervision.launch import free_port
-from sidecar.supervision.ranks import (
+from sidecar._supervision.launch import free_port
+from sidecar._supervision.ranks import (
     RankLaunchPlan,
     RankSupervisor,
     parse_server_command,

@@ -16,9 +16,9 @@ import pytest
 
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
-from sidecar.supervision import reaper as guard_module
-from sidecar.supervision.server import SupervisedServer, complete_command
-from sidecar.vllm.plugin.front_end import DataRoutesOnly
+from sidecar._supervision import reaper as guard_module
+from sidecar._supervision.server import SupervisedServer, complete_command
+from sidecar._vllm.plugin.front_end import DataRoutesOnly
 from tests.support.processes import descendants, runs
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def test_nothing_outlives_a_kill(victim: str, tmp_path: Path) -> None:
     program = tmp_path / "supervisor.py"
     program.write_text(
         "import asyncio, sys\n"
-        "from sidecar.supervision.server import SupervisedServer\n"
+        "from sidecar._supervision.server import SupervisedServer\n"
         "async def main():\n"
         "    server = SupervisedServer(sys.argv[1:])\n"
         "    await server.start()\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bus._lora import AdapterInit
+from bus._weight_transfer.formats import encode
 from bus.errors import EngineError
-from bus.lora import AdapterInit
 from bus.messages import NackCode
-from bus.weight_transfer.formats import encode
-from sidecar.transfer.lora import IncomingAdapter
+from sidecar._transfer.lora import IncomingAdapter
 
 
 def params(config: bytes = b'{"r": 2}') -> bytes:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sidecar.transfer import memory_budget
-from sidecar.transfer.memory_budget import free_memory
+from sidecar._transfer import memory_budget
+from sidecar._transfer.memory_budget import free_memory
 
 if TYPE_CHECKING:
     from pathlib import Path

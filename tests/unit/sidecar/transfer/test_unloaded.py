@@ -9,7 +9,7 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.unloaded import CheckedLoading, UnloadedTensors
+from sidecar._transfer.unloaded import CheckedLoading, UnloadedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,10 +9,10 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NO_LIMITS, NackCode
-from sidecar.vllm.cache_control import CacheControl
-from sidecar.vllm.plugin import kv_connectors
-from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS
-from sidecar.vllm.plugin.worker_rpc import WorkerFacts
+from sidecar._vllm.cache_control import CacheControl
+from sidecar._vllm.plugin import kv_connectors
+from sidecar._vllm.plugin.environment import TRUST_KV_CONNECTORS
+from sidecar._vllm.plugin.worker_rpc import WorkerFacts
 
 
 class Cores:

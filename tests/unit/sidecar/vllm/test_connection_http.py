@@ -17,11 +17,11 @@ from aiohttp import web
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode, ProbeResult
-from sidecar.vllm import connection_http
-from sidecar.vllm import engine as engine_module
-from sidecar.vllm.connection_http import HttpConnection
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar._vllm import connection_http
+from sidecar._vllm import engine as engine_module
+from sidecar._vllm.connection_http import HttpConnection
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.plugin import operations, worker_rpc
 from tests.support.steps import steps
 
 if TYPE_CHECKING:

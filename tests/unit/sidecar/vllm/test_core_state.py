@@ -10,16 +10,16 @@ from msgspec.structs import replace
 import bus.log
 from bus.errors import EngineError
 from bus.messages import NO_LIMITS, NackCode
-from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
-from sidecar.shared_pages.pause_lease import (
+from sidecar._shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
+from sidecar._shared_pages.pause_lease import (
     LeaseOutcome,
     OutcomeState,
     PauseLease,
     PauseLeasePage,
     lease_path,
 )
-from sidecar.vllm.core_state import CoreLink
-from sidecar.vllm.plugin.worker_rpc import WorkerFacts
+from sidecar._vllm.core_state import CoreLink
+from sidecar._vllm.plugin.worker_rpc import WorkerFacts
 
 if TYPE_CHECKING:
     from pathlib import Path

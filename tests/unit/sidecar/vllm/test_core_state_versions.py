@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bus._vllm.versions import require_supported
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.vllm_versions import require_supported
-from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.plugin.operations import engine_error
+from sidecar._vllm.core_state import parse_version
+from sidecar._vllm.plugin.operations import engine_error
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.0", "0.33.1rc2.dev4+g0a1b2c3", "1.0.0"])

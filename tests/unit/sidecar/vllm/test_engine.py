@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from bus.errors import EngineError
-from sidecar.vllm.engine import VllmAdapter
+from sidecar._vllm.engine import VllmAdapter
 from tests.support.steps import steps
 
 

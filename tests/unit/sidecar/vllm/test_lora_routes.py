@@ -10,8 +10,8 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm.lora_routes import LOAD, MODELS, UNLOAD, AdapterRoutes, adapter_id
-from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
+from sidecar._vllm.lora_routes import LOAD, MODELS, UNLOAD, AdapterRoutes, adapter_id
+from sidecar._vllm.plugin.vllm_names import ADAPTER_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from bus._lora import adapter_backend, removal_backend
+from bus._manifest import NO_TENSORS, Manifest, TensorMeta
+from bus._weight_transfer.allocation import NO_RANK, StagingCapacity
 from bus.errors import EngineError
-from bus.lora import adapter_backend, removal_backend
-from bus.manifest import NO_TENSORS, Manifest, TensorMeta
 from bus.messages import NO_LIMITS, NackCode, Staging
-from bus.protocol.engine.operations import ReceiveChunk
-from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
-from sidecar.vllm.plugin import kv_connectors, operations, worker_rpc
-from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
-from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
-from sidecar.vllm.worker_client import WorkerClient
+from bus.operations import ReceiveChunk
+from sidecar._vllm.plugin import kv_connectors, operations, worker_rpc
+from sidecar._vllm.plugin.staging.channel_server import StagingChannelServer
+from sidecar._vllm.plugin.vllm_names import ADAPTER_PATHS
+from sidecar._vllm.worker_client import WorkerClient
 from tests.support.steps import steps
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_agent.gateway.checksums import WeightChecksums
-from trainer_agent.gateway.http_update import Conflict
+from trainer_agent._gateway.checksums import WeightChecksums
+from trainer_agent._gateway.http_update import Conflict
 
 SAME = {"tp0/a": "1", "tp0/b": "2"}
 

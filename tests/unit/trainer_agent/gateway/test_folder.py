@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from bus.errors import UsageError
-from trainer_agent.gateway.folder import FolderSource, read_adapter
-from trainer_agent.gateway.http_update import Conflict
+from trainer_agent._gateway.folder import FolderSource, read_adapter
+from trainer_agent._gateway.http_update import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from bus._vllm.payloads import IpcTensor
 from bus.errors import UsageError
-from bus.vllm_payloads import IpcTensor
-from sidecar.vllm.plugin.worker.native_handles import rebuildable
+from sidecar._vllm.plugin.worker.native_handles import rebuildable
 from tests.support.ipc_handles import handle
-from trainer_agent.gateway.pickled_handles import read_handles, read_info
+from trainer_agent._gateway.pickled_handles import read_handles, read_info
 
 GPU = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 

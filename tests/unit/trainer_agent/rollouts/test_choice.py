@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bus.messages import RequestLimits
-from trainer_agent.rollouts.attempt import Piece
-from trainer_agent.rollouts.choice import ChoiceState, GrowingText, _StopSearch
-from trainer_agent.rollouts.request import make_request
+from trainer_agent._rollouts.attempt import Piece
+from trainer_agent._rollouts.choice import ChoiceState, GrowingText, _StopSearch
+from trainer_agent._rollouts.request import make_request
 
 TEXTS = [
     "plain",

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from bus.errors import NoEngine
 from bus.messages import RequestLimits, Route, Routes
 from tests.unit.trainer_agent.rollouts.test_router import figures
-from trainer_agent.rollouts.engine_pool import AttemptWatch, EnginePool
+from trainer_agent._rollouts.engine_pool import AttemptWatch, EnginePool
 
 SLOTS = 4
 NOBODY: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ class Looks:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     found = Looks()
-    monkeypatch.setattr("trainer_agent.rollouts.engine_pool.expire", found.expired.append)
+    monkeypatch.setattr("trainer_agent._rollouts.engine_pool.expire", found.expired.append)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.messages import RequestLimits, Route
-from trainer_agent.rollouts.engine_pool import EngineQueue
+from trainer_agent._rollouts.engine_pool import EngineQueue
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

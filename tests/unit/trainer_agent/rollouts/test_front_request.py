@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bus.errors import UsageError
-from trainer_agent.rollouts import front_request
-from trainer_agent.rollouts.front_answer import ending
-from trainer_agent.rollouts.front_request import FrontRequest
-from trainer_agent.rollouts.request import SamplingParameters, make_request
-from trainer_agent.rollouts.results import Choice
+from trainer_agent._rollouts import front_request
+from trainer_agent._rollouts.front_answer import ending
+from trainer_agent._rollouts.front_request import FrontRequest
+from trainer_agent._rollouts.request import SamplingParameters, make_request
+from trainer_agent._rollouts.results import Choice
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OWN = "/inference/v1/generate"

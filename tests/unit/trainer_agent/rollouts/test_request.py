@@ -12,7 +12,7 @@ import torch
 
 from bus.errors import UsageError
 from bus.messages import RequestLimits
-from trainer_agent.rollouts.request import RolloutRequest, make_request
+from trainer_agent._rollouts.request import RolloutRequest, make_request
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=64, slots=4, exact_seeds=True)
 OTHER_SEEDS = RequestLimits(vocab_size=100, max_model_len=64, slots=4)

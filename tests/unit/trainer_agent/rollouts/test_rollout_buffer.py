@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bus.errors import RolloutsTooOld, UsageError
 from trainer_agent import RolloutBuffer
-from trainer_agent.rollouts.results import Choice, Completion, Span
+from trainer_agent._rollouts.results import Choice, Completion, Span
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    from trainer_agent.rollouts.rollout_buffer import BufferedRollout
+    from trainer_agent._rollouts.rollout_buffer import BufferedRollout
 
 
 def completion(*versions: int | None) -> Completion:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from bus.messages import EngineView, RequestLimits, Route
-from trainer_agent.rollouts.router import Router
+from trainer_agent._rollouts.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import Collection

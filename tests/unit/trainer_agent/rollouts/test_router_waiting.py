@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from trainer_agent.rollouts.router import Waiter, WaitingRequests
+from trainer_agent._rollouts.router import Waiter, WaitingRequests
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from bus.errors import UsageError
-from trainer_agent.rollouts.text import HfTokenizer, check_length, encode, flat_messages, name_token
+from trainer_agent._rollouts.text import (
+    HfTokenizer,
+    check_length,
+    encode,
+    flat_messages,
+    name_token,
+)
 
 
 @pytest.fixture(scope="module")

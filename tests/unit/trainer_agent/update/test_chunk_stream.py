@@ -10,26 +10,26 @@ import anyio
 import pytest
 import torch
 
+from bus._kept_dtypes import kept_refusal
+from bus._protocol.core.failures import Failure
+from bus._weight_transfer.base import Sender
 from bus.errors import Refused, UpdateFailed, WavebusError
-from bus.kept_dtypes import kept_refusal
 from bus.messages import GroupAck, NackCode, Step
-from bus.protocol.core.failures import Failure
-from bus.weight_transfer.base import Sender
-from trainer_agent.connection import Connection
-from trainer_agent.update.chunk_stream import ChunkStream
-from trainer_agent.update.steps import Steps
-from trainer_agent.update.transport import Transport
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.cast import CastSource
-from trainer_agent.weights.source import PairSource
+from trainer_agent._connection import Connection
+from trainer_agent._update.chunk_stream import ChunkStream
+from trainer_agent._update.steps import Steps
+from trainer_agent._update.transport import Transport
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.cast import CastSource
+from trainer_agent._weights.source import PairSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
+    from bus._weight_transfer.allocation import World
     from bus.messages import ChunkSent, WeightChunkMeta
-    from bus.weight_transfer.allocation import World
 
 LIMIT_S = 30.0
 CHUNKS = 8

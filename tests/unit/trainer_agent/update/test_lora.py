@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from bus._lora import AdapterInit
+from bus._weight_transfer.formats import decode
 from bus.errors import UsageError
-from bus.lora import AdapterInit
-from bus.weight_transfer.formats import decode
-from trainer_agent.update.lora import Adapter, adapter_tensors, config_text
+from trainer_agent._update.lora import Adapter, adapter_tensors, config_text
 
 A, B = (f"base_model.model.layers.0.q_proj.lora_{half}.weight" for half in "AB")
 TENSORS = {A: torch.arange(12.0).view(2, 6), B: torch.arange(8.0).view(2, 4).T}

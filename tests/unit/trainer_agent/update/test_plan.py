@@ -9,8 +9,8 @@ import torch
 
 import bus.log
 from bus.errors import NonFiniteWeights
-from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.weights.source import PairSource
+from trainer_agent._update.plan import UpdatePlan
+from trainer_agent._weights.source import PairSource
 
 NAN = float("nan")
 

@@ -9,7 +9,7 @@ import pytest
 
 from bus.errors import UpdateFailed
 from bus.messages import ChunkSent, GroupAck, NackCode, PauseLocal, Probe, Step, UpdateStart
-from trainer_agent.update.steps import Steps
+from trainer_agent._update.steps import Steps
 
 if TYPE_CHECKING:
     from bus.messages import Message

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import bus.log
-from trainer_agent.update.update import Updates
+from trainer_agent._update.update import Updates
 
 WHY = "receive_weights does not say `load_weights`"
 THEIRS = f"e0: this vLLM's 'nccl' can't stage: {WHY}"

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._weight_transfer.allocation import ALONE
+from bus._weight_transfer.shm import ShmSender
 from bus.errors import BusClosed, BusTimeout, EngineError, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import ChunkSent, NackCode, TransferInit, WeightChunkMeta
-from bus.protocol.engine.operations import Start
-from bus.weight_transfer.allocation import ALONE
-from bus.weight_transfer.shm import ShmSender
+from bus.operations import Start
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
 from trainer_agent import SyncTrainerAgent, TrainerAgent
-from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.update.update import Update, Updates
-from trainer_agent.vllm import native_payloads, session
-from trainer_agent.vllm.native_payloads import NativeTransport
-from trainer_agent.weights.source import PairSource, tensor_metas
+from trainer_agent._update.plan import UpdatePlan
+from trainer_agent._update.update import Update, Updates
+from trainer_agent._vllm import native_payloads, session
+from trainer_agent._vllm.native_payloads import NativeTransport
+from trainer_agent._weights.source import PairSource, tensor_metas
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.messages import Target
-    from bus.protocol.engine.operations import Done, UpdateOperation
+    from bus.operations import Done, UpdateOperation
     from sidecar.embedded import EmbeddedEngine
     from tests.support.checkpoints import Checkpoint
-    from trainer_agent.options import UpdateOptions
-    from trainer_agent.vllm.client import BusWeightSyncClient
-    from trainer_agent.vllm.source import BusWeightSource
+    from trainer_agent._options import UpdateOptions
+    from trainer_agent._vllm.client import BusWeightSyncClient
+    from trainer_agent._vllm.source import BusWeightSource
 
 CHUNK_BYTES = 1 << 14
 LIMIT_S = 120.0
@@ -345,7 +345,7 @@ def test_a_patch_of_a_draft_is_none_of_the_model(
             begun.append(target)
             return super().begin(options, target, **more)
 
-    monkeypatch.setattr("trainer_agent.agent.Updates", Noted)
+    monkeypatch.setattr("trainer_agent._agent.Updates", Noted)
 
     async def scenario() -> None:
         async with a_bench(checkpoint) as bench:

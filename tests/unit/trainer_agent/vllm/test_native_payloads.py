@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from bus import vllm_payloads as blobs
+from bus._manifest import TensorMeta
+from bus._vllm import payloads as blobs
+from bus._weight_transfer.allocation import World
 from bus.errors import UsageError
-from bus.manifest import TensorMeta
-from bus.weight_transfer.allocation import World
-from sidecar.vllm.plugin.worker.native_handles import rebuildable
+from sidecar._vllm.plugin.worker.native_handles import rebuildable
 from tests.support.ipc_handles import handle
-from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.vllm import native_payloads
+from trainer_agent._update.plan import UpdatePlan
+from trainer_agent._vllm import native_payloads
 
 WORLD = World(7, 4, "10.0.0.1")
 METAS = [TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (4,))]

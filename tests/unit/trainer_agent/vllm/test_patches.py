@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from bus._manifest import TensorMeta
 from bus.errors import UsageError
-from bus.manifest import TensorMeta
-from trainer_agent.vllm import native_payloads
-from trainer_agent.vllm.patches import BusPatches, NextPatch
+from trainer_agent._vllm import native_payloads
+from trainer_agent._vllm.patches import BusPatches, NextPatch
 
 
 @dataclass

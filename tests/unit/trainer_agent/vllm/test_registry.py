@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.vllm_source import SourceTree
+from bus._vllm.source import SourceTree
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed
 from tests.vllm._vllm import require_vllm
-from trainer_agent.vllm.registry import REGISTRY
+from trainer_agent._vllm.registry import REGISTRY
 
 if TYPE_CHECKING:
-    from bus.seams import Seam
+    from bus._vllm.seams import Seam
 
 require_vllm()
 ROOT = installed()

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from bus.weight_transfer.registry import register_receiver, register_sender
-from bus.weight_transfer.shm import ShmReceiver, ShmSender
+from bus._weight_transfer.registry import register_receiver, register_sender
+from bus._weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.interrupts import waits_for_a_future
 from tests.support.serving import an_engine
 from tests.vllm._vllm import require_vllm
 from trainer_agent import SyncTrainerAgent
-from trainer_agent.bus_thread import event_loop_thread
+from trainer_agent._bus_thread import event_loop_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bus.kept_dtypes import kept_patterns, kept_refusal
-from trainer_agent.weights.cast import CastSource
-from trainer_agent.weights.source import PairSource
+from bus._kept_dtypes import kept_patterns, kept_refusal
+from trainer_agent._weights.cast import CastSource
+from trainer_agent._weights.source import PairSource
 
 BIAS = "model.layers.3.mlp.gate.e_score_correction_bias"
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bus._manifest import TensorMeta
+from bus._weight_transfer.shm import locate
 from bus.errors import UsageError
-from bus.manifest import TensorMeta
-from bus.weight_transfer.shm import locate
-from trainer_agent.weights.cpu_cache import CpuCache
+from trainer_agent._weights.cpu_cache import CpuCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

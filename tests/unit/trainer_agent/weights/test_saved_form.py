@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.saved_form import saved_form
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.saved_form import saved_form
+from trainer_agent._weights.source import meta_of
 
 if TYPE_CHECKING:
     from pathlib import Path

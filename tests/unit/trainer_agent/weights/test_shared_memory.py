@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from bus._weight_transfer.shm import is_shared, locate
 from bus.errors import UsageError
-from bus.weight_transfer.shm import is_shared, locate
 from trainer_agent import share_memory
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer_agent.weights.snapshot import Snapshot, WeightsCopy
-from trainer_agent.weights.source import meta_of
+from trainer_agent._weights.snapshot import Snapshot, WeightsCopy
+from trainer_agent._weights.source import meta_of
 
 
 def weights(value: float, *, size: int = 4) -> dict[str, torch.Tensor]:

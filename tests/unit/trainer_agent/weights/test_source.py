@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from bus._manifest import Manifest, TensorMeta
 from bus.errors import UsageError
-from bus.manifest import Manifest, TensorMeta
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.source import PairSource, as_described, copy_source, meta_of
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.source import PairSource, as_described, copy_source, meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from bus._manifest import TensorMeta
 from bus.errors import UsageError
-from bus.manifest import TensorMeta
-from trainer_agent.update.lora import adapter_tensors
-from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.wrappers import plain_names, require_whole, unwrapped
+from trainer_agent._update.lora import adapter_tensors
+from trainer_agent._weights.any_source import as_source
+from trainer_agent._weights.wrappers import plain_names, require_whole, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

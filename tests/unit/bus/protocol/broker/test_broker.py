@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from bus._protocol.broker.broker import Broker
+from bus._protocol.broker.group_table import GROUP_KEPT_MS
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.effects import Effect, Note, Send
+from bus._protocol.core.link import Link, LinkState
+from bus._protocol.group.group import Group
+from bus._protocol.group.routing import SETTLE_MS
 from bus.messages import (
     Abort,
     Ack,
@@ -55,13 +62,6 @@ from bus.messages import (
     WeightChunkMeta,
     Welcome,
 )
-from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.group_table import GROUP_KEPT_MS
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.core.link import Link, LinkState
-from bus.protocol.group.group import Group
-from bus.protocol.group.routing import SETTLE_MS
 from tests.sim.makers import (
     make_arm,
     make_chunk,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.group.routing import SETTLES_ABOVE
 from bus.messages import Heartbeat, Join, RoutesChange, WaitEngines, codec
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.group.routing import SETTLES_ABOVE
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join
 from tests.unit.bus.protocol.broker.test_broker import Bench
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-    from bus.protocol.core.effects import Effect
+    from bus._protocol.core.effects import Effect
 
 FEW, MANY = 64, 1024
 LIMIT = 1.5

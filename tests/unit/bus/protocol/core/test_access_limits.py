@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.broker.broker import Broker
+from bus._protocol.broker.group_table import MAX_GROUPS
+from bus._protocol.core.access import (
+    FRAME_BYTES,
+    KIB,
+    OPEN_REQUESTS,
+    REFUSED_COST,
+    STRANGERS_FRAME_BYTES,
+    Bucket,
+    Limits,
+    Rate,
+)
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.effects import Effect, Note
 from bus.errors import DecodeError
 from bus.messages import (
     WIRE_VERSION,
@@ -21,20 +35,6 @@ from bus.messages import (
     WaitEngines,
     codec,
 )
-from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.group_table import MAX_GROUPS
-from bus.protocol.core.access import (
-    FRAME_BYTES,
-    KIB,
-    OPEN_REQUESTS,
-    REFUSED_COST,
-    STRANGERS_FRAME_BYTES,
-    Bucket,
-    Limits,
-    Rate,
-)
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.effects import Effect, Note
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, messages, nack_in
 
 LIMITS = Limits(peer=Rate(100, 1000), stranger=Rate(10, 40), status=Rate(5, 8))

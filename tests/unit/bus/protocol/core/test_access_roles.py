@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
+from bus._protocol.core.access import JOINS_AS, KEY_VERBS, KeyRole, outside_key, outside_role
 from bus.messages import (
     VERBS,
     WIRE_NAMES,
@@ -15,7 +16,6 @@ from bus.messages import (
     Role,
     StatusRequest,
 )
-from bus.protocol.core.access import JOINS_AS, KEY_VERBS, KeyRole, outside_key, outside_role
 
 if TYPE_CHECKING:
     from bus.messages import Message

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from bus._protocol.core.followed_routes import FollowedRoutes
 from bus.messages import HeartbeatAck, Route, Routes, RoutesChange, RoutesRequest
-from bus.protocol.core.followed_routes import FollowedRoutes
 from tests.unit.bus._builders import envelope
 
 E0, E1, E2 = (Route(name, name, f"http://{name}") for name in ("e0", "e1", "e2"))

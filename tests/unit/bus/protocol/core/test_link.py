@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.core.effects import Effect, Note
+from bus._protocol.core.link import LATE_MS, Link, LinkConfig, LinkState
 from bus.messages import (
     Ack,
     Envelope,
@@ -21,8 +23,6 @@ from bus.messages import (
     Step,
     Welcome,
 )
-from bus.protocol.core.effects import Effect, Note
-from bus.protocol.core.link import LATE_MS, Link, LinkConfig, LinkState
 from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope, facts, messages
 

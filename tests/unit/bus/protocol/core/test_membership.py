@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.core.failures import Failure
+from bus._protocol.core.membership import Membership, Peer
 from bus.messages import EngineFacts, Join, NackCode, Role
-from bus.protocol.core.failures import Failure
-from bus.protocol.core.membership import Membership, Peer
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, facts
 
 

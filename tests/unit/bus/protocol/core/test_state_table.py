@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import pytest
 
-from bus.protocol.core.state_table import STORY_EVENTS, IllegalTransition, StateMachine
+from bus._protocol.core.state_table import STORY_EVENTS, IllegalTransition, StateMachine
 
 
 class Lamp(StrEnum):

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.lora import removal_backend
-from bus.manifest import NO_TENSORS
+from bus._lora import removal_backend
+from bus._manifest import NO_TENSORS
+from bus._protocol.core.failures import Declined
+from bus._protocol.core.validation import MANIFESTS_KEPT, by_digest, manifest_of
 from bus.messages import Arm, NackCode
-from bus.protocol.core.failures import Declined
-from bus.protocol.core.validation import MANIFESTS_KEPT, by_digest, manifest_of
 from tests.sim.makers import make_arm, make_manifest
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest
+    from bus._manifest import Manifest
 
 MANIFEST = make_manifest(("a", "b"))
 OTHER = make_manifest(("b", "a"))

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.dp import coordinator as module
+from bus._protocol.dp.coordinator import CoordinatorState, DpCoordinator, Publish, Ready, StartCores
 from bus.messages import FirstReq, FirstReqHeld, StartDpWave, WaveComplete, WaveStarted
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.dp import coordinator as module
-from bus.protocol.dp.coordinator import CoordinatorState, DpCoordinator, Publish, Ready, StartCores
 
 if TYPE_CHECKING:
+    from bus._protocol.dp.coordinator import CoordinatorEffect
     from bus.messages import Message
-    from bus.protocol.dp.coordinator import CoordinatorEffect
 
 _S = CoordinatorState
 GROUP = "moe"

@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._journal.explain import findings
+from bus._protocol.broker.broker import Broker
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.effects import Effect, Note, Send
+from bus._protocol.dp.groups import EMPTY_KEPT
+from bus._protocol.dp.wave import WaveState
 from bus.errors import DecodeError
-from bus.journal.explain import findings
 from bus.messages import (
     Ack,
     CoordinatorFacts,
@@ -35,11 +40,6 @@ from bus.messages import (
     Welcome,
     codec,
 )
-from bus.protocol.broker.broker import Broker
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.dp.groups import EMPTY_KEPT
-from bus.protocol.dp.wave import WaveState
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
     engine_join,

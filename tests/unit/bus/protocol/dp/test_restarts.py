@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._protocol.broker.broker import Broker
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.effects import Effect, Note, Send
+from bus._protocol.dp.restarts import AGAIN_MS
 from bus.messages import CoreStatus, Heartbeat, Leave, PauseLocal, Restart, Status, StatusRequest
-from bus.protocol.broker.broker import Broker
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.dp.restarts import AGAIN_MS
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.dp.watchdog import Diagnosis, Watchdog, describe_stall
 from bus.messages import CorePhase, CoreStatus
-from bus.protocol.dp.watchdog import Diagnosis, Watchdog, describe_stall
 
 MEETINGS: list[CorePhase] = ["step", "dummy", "sync", "barrier"]
 AWAY: list[CorePhase] = ["idle", "work"]

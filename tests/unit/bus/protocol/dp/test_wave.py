@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.protocol.core.state_table import IllegalTransition
-from bus.protocol.dp.wave import TRANSITIONS, WaveEvent, WaveMachine, WaveState
+from bus._protocol.core.state_table import IllegalTransition
+from bus._protocol.dp.wave import TRANSITIONS, WaveEvent, WaveMachine, WaveState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.engine.calls import CallAbortRequests, CallAdmit, CallPause, CallResume
 from bus.messages import (
     Ack,
     Commit,
@@ -15,8 +17,6 @@ from bus.messages import (
     TransferInit,
     UpdateFinish,
 )
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.engine.calls import CallAbortRequests, CallAdmit, CallPause, CallResume
 from tests.unit.bus._session import MANIFEST, Driver
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.core.ack_barrier import AckBarrier
+from bus._protocol.engine.calls import CallPause, CallQueue, CallResume
 from bus.messages import PauseGlobal, Step
-from bus.protocol.core.ack_barrier import AckBarrier
-from bus.protocol.engine.calls import CallPause, CallQueue, CallResume
-from bus.protocol.engine.operations import ArmManifest, LoadChunk, Restore
+from bus.operations import ArmManifest, LoadChunk, Restore
 from tests.sim.makers import make_manifest
 from tests.unit.bus._builders import ack
 

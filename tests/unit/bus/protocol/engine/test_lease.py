@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from bus.messages import Abort, Ack, NackCode, PauseLocal, Resume, Step, UpdateStart
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.engine.calls import (
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.engine.calls import (
     CallAbortRequests,
     CallAdmit,
     CallPause,
     CallResume,
     SessionEffect,
 )
-from bus.protocol.engine.lease import LeaseState
-from bus.protocol.engine.operations import Restore, Start
-from bus.protocol.engine.update_states import EngineUpdateState
+from bus._protocol.engine.lease import LeaseState
+from bus._protocol.engine.update_states import EngineUpdateState
+from bus.messages import Abort, Ack, NackCode, PauseLocal, Resume, Step, UpdateStart
+from bus.operations import Restore, Start
 from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.engine.calls import CallAbortRequests, CallResume, CallSleep, CallWakeWeights
+from bus._protocol.engine.memory import MemoryState
+from bus._protocol.engine.update_states import EngineUpdateState
 from bus.messages import (
     Abort,
     Ack,
@@ -19,10 +22,7 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.engine.calls import CallAbortRequests, CallResume, CallSleep, CallWakeWeights
-from bus.protocol.engine.memory import MemoryState
-from bus.protocol.engine.operations import ArmManifest, Restore, Start
-from bus.protocol.engine.update_states import EngineUpdateState
+from bus.operations import ArmManifest, Restore, Start
 from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import messages, nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver

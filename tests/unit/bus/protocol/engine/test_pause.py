@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, PauseMode, Resume, Step
-from bus.protocol.core.effects import Send
-from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.engine.admission import Admission
-from bus.protocol.engine.calls import (
+from bus._protocol.core.effects import Send
+from bus._protocol.core.failures import Declined, Failure
+from bus._protocol.engine.admission import Admission
+from bus._protocol.engine.calls import (
     CallEscalate,
     CallPause,
     CallQueue,
@@ -19,9 +18,10 @@ from bus.protocol.engine.calls import (
     CallStrengthenPause,
     Job,
 )
-from bus.protocol.engine.lease import EngineLease
-from bus.protocol.engine.memory import EngineMemory
-from bus.protocol.engine.pause import EnginePause, EnginePauseState
+from bus._protocol.engine.lease import EngineLease
+from bus._protocol.engine.memory import EngineMemory
+from bus._protocol.engine.pause import EnginePause, EnginePauseState
+from bus.messages import Ack, Nack, NackCode, PauseGlobal, PauseLocal, PauseMode, Resume, Step
 from tests.unit.bus._builders import messages, only
 
 if TYPE_CHECKING:

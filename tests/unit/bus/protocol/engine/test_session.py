@@ -5,6 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.engine.calls import CallAbortRequests, CallPause, CallProbe, CallResume
+from bus._protocol.engine.lease import LeaseState
+from bus._protocol.engine.pause import EnginePauseState
+from bus._protocol.engine.session import EngineSession
+from bus._protocol.engine.update_states import EngineUpdateState
 from bus.messages import (
     Abort,
     Ack,
@@ -23,13 +29,7 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.engine.calls import CallAbortRequests, CallPause, CallProbe, CallResume
-from bus.protocol.engine.lease import LeaseState
-from bus.protocol.engine.operations import ArmManifest, Restore
-from bus.protocol.engine.pause import EnginePauseState
-from bus.protocol.engine.session import EngineSession
-from bus.protocol.engine.update_states import EngineUpdateState
+from bus.operations import ArmManifest, Restore
 from tests.sim.makers import make_arm, make_chunk
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bus.protocol.engine import lease, memory, pause, update_states
+from bus._protocol.engine import lease, memory, pause, update_states
 from tests.unit.bus._play import ACTIONS, BEGINNINGS, AnyOrder
 from tests.unit.bus._session import Driver
 from tests.unit.bus._tables import check_event

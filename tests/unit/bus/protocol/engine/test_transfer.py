@@ -14,7 +14,7 @@ from bus.messages import (
     TransferInit,
     UpdateStart,
 )
-from bus.protocol.engine.operations import ArmManifest, Drain, Start
+from bus.operations import ArmManifest, Drain, Start
 from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver

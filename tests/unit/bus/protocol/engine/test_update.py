@@ -9,7 +9,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec import structs
 
-from bus.manifest import NO_TENSORS, Manifest
+from bus._manifest import NO_TENSORS, Manifest
+from bus._protocol.core.failures import Declined, Failure
+from bus._protocol.engine.admission import Admission
+from bus._protocol.engine.calls import (
+    Call,
+    CallAbortRequests,
+    CallCommit,
+    CallPause,
+    CallProbe,
+    CallQueue,
+    CallResult,
+    CallSleep,
+    SessionEffect,
+)
+from bus._protocol.engine.update import EngineUpdate
+from bus._protocol.engine.update_states import MIXED, EngineUpdateState
 from bus.messages import (
     Abort,
     Ack,
@@ -26,20 +41,7 @@ from bus.messages import (
     UpdateStart,
     Verify,
 )
-from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.engine.admission import Admission
-from bus.protocol.engine.calls import (
-    Call,
-    CallAbortRequests,
-    CallCommit,
-    CallPause,
-    CallProbe,
-    CallQueue,
-    CallResult,
-    CallSleep,
-    SessionEffect,
-)
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     Done,
     Extend,
@@ -50,8 +52,6 @@ from bus.protocol.engine.operations import (
     Restore,
     Start,
 )
-from bus.protocol.engine.update import EngineUpdate
-from bus.protocol.engine.update_states import MIXED, EngineUpdateState
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._builders import messages, only
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from bus._protocol.engine.calls import CallAbortRequests, CallAdmit, CallCancel, CallPause
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.messages import (
     Abort,
     Ack,
@@ -22,9 +24,7 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.engine.calls import CallAbortRequests, CallAdmit, CallCancel, CallPause
-from bus.protocol.engine.operations import Done, ReceiveChunk, Restore, Start, SwapStaged
-from bus.weight_transfer.allocation import StagingCapacity
+from bus.operations import Done, ReceiveChunk, Restore, Start, SwapStaged
 from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import messages, nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, STAGING, Driver

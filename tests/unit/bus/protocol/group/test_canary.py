@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.core.effects import Note, Send
 from bus.messages import (
     Abort,
     Commit,
@@ -23,7 +24,6 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.core.effects import Note, Send
 from tests.sim.makers import make_arm, make_nack
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, messages, nack_in, only
 from tests.unit.bus.protocol.broker.test_broker import MANIFEST, PAUSE, Bench

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.engine.calls import CallCommit
+from bus._protocol.group.catch_up import GroupVersion
+from bus._protocol.group.engine_registry import EngineRegistry
+from bus._protocol.group.update import UpdateState
 from bus.messages import (
     Ack,
     Arm,
@@ -18,11 +22,7 @@ from bus.messages import (
     Step,
     TransferInit,
 )
-from bus.protocol.engine.calls import CallCommit
-from bus.protocol.engine.operations import LoadChunk, Start
-from bus.protocol.group.catch_up import GroupVersion
-from bus.protocol.group.engine_registry import EngineRegistry
-from bus.protocol.group.update import UpdateState
+from bus.operations import LoadChunk, Start
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts, peer
 from tests.unit.bus._scene import Scene, code_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.core.failures import Declined
+from bus._protocol.group.engine_registry import PENDING_BEATS, EngineRegistry
 from bus.messages import NackCode
-from bus.protocol.core.failures import Declined
-from bus.protocol.group.engine_registry import PENDING_BEATS, EngineRegistry
 from tests.unit.bus._builders import facts, peer
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.broker.broker import Broker
+from bus._protocol.group.engine_registry import communicator
 from bus.messages import (
     Arm,
     GroupAck,
@@ -21,8 +23,6 @@ from bus.messages import (
     TransferInit,
     TransferPlan,
 )
-from bus.protocol.broker.broker import Broker
-from bus.protocol.group.engine_registry import communicator
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
@@ -39,7 +39,7 @@ from tests.unit.bus._builders import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.protocol.core.effects import Effect
+    from bus._protocol.core.effects import Effect
 
 MANIFEST = make_manifest(("a", "b"))
 # Name, DP group, rank, ranks of the group, workers, boot.

@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus._protocol.core.effects import Note
+from bus._protocol.engine.calls import (
+    Call,
+    CallAbortRequests,
+    CallCommit,
+    CallPause,
+    CallResume,
+    CallSleep,
+)
+from bus._protocol.group.pause import PauseState
+from bus._protocol.group.update import UpdateState
 from bus.errors import ManifestRefused, PauseFailed, Refused
 from bus.messages import (
     Abort,
@@ -25,16 +36,7 @@ from bus.messages import (
     UpdateStart,
     WaitEngines,
 )
-from bus.protocol.core.effects import Note
-from bus.protocol.engine.calls import (
-    Call,
-    CallAbortRequests,
-    CallCommit,
-    CallPause,
-    CallResume,
-    CallSleep,
-)
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     LoadChunk,
     Open,
@@ -42,8 +44,6 @@ from bus.protocol.engine.operations import (
     Restore,
     Start,
 )
-from bus.protocol.group.pause import PauseState
-from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_manifest, make_nack
 from tests.sim.memory_network import Faults
 from tests.sim.world import FAST_BROKER, GROUP

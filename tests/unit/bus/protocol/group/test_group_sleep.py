@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.engine.calls import CallCommit, CallResume, CallSleep, CallWakeWeights
+from bus._protocol.group.sleep import SleepState
+from bus._protocol.group.update import UpdateState
 from bus.messages import NackCode, PauseLocal, Resume, Sleep, SleepLevel, Wake
-from bus.protocol.engine.calls import CallCommit, CallResume, CallSleep, CallWakeWeights
-from bus.protocol.engine.operations import LoadChunk, Restore, Start
-from bus.protocol.group.sleep import SleepState
-from bus.protocol.group.update import UpdateState
+from bus.operations import LoadChunk, Restore, Start
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts
 from tests.unit.bus._scene import Scene, code_of

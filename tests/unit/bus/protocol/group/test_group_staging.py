@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.engine.calls import CallPause, CallResume
+from bus._protocol.group.pause import PauseState
+from bus._protocol.group.update import UpdateState
 from bus.messages import (
     Commit,
     GroupAck,
@@ -14,8 +17,7 @@ from bus.messages import (
     TransferInit,
     UpdateStart,
 )
-from bus.protocol.engine.calls import CallPause, CallResume
-from bus.protocol.engine.operations import (
+from bus.operations import (
     ArmManifest,
     Finish,
     LoadChunk,
@@ -23,8 +25,6 @@ from bus.protocol.engine.operations import (
     Start,
     SwapStaged,
 )
-from bus.protocol.group.pause import PauseState
-from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._scene import Scene, code_of
 

@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 from msgspec import structs
 
+from bus._protocol.core.failures import Failure
+from bus._protocol.core.instructions import Ask, StepDone, StepFailed
+from bus._protocol.core.state_table import IllegalTransition
+from bus._protocol.group.pause import TRANSITIONS, PauseEvent, PauseMachine, PauseState
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
-from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import IllegalTransition
-from bus.protocol.group.pause import TRANSITIONS, PauseEvent, PauseMachine, PauseState
 from tests.unit.bus._builders import LOST, ack
 from tests.unit.bus._tables import check_event
 

@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.core.effects import Note, Send
+from bus._protocol.core.followed_routes import FollowedRoutes
+from bus._protocol.engine.calls import CallAdmit, CallCommit, CallPause, CallResume
+from bus._protocol.group import routing
+from bus._protocol.group.pause import PauseState
+from bus._protocol.group.routing import SETTLE_MS
+from bus._protocol.group.update import UpdateState
+from bus._runtime.peer import PeerClient, route_of
 from bus.messages import (
     Abort,
     Ack,
@@ -28,23 +36,15 @@ from bus.messages import (
     UpdateStart,
     Welcome,
 )
-from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.followed_routes import FollowedRoutes
-from bus.protocol.engine.calls import CallAdmit, CallCommit, CallPause, CallResume
-from bus.protocol.engine.operations import LoadChunk, SwapStaged
-from bus.protocol.group import routing
-from bus.protocol.group.pause import PauseState
-from bus.protocol.group.routing import SETTLE_MS
-from bus.protocol.group.update import UpdateState
-from bus.runtime.peer import PeerClient, route_of
+from bus.operations import LoadChunk, SwapStaged
 from tests.sim.makers import make_arm, make_nack
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
 from tests.unit.bus.protocol.broker.test_broker import MANIFEST, Bench
 
 if TYPE_CHECKING:
+    from bus._protocol.core.effects import Effect
     from bus.messages import Envelope, Message, Phase
-    from bus.protocol.core.effects import Effect
     from tests.sim.world import SimWorld
 
 

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
+from bus._protocol.core.failures import Failure
+from bus._protocol.core.instructions import Ask, StepDone, StepFailed
+from bus._protocol.group.sleep import TRANSITIONS, SleepEvent, SleepMachine, SleepState
 from bus.messages import NackCode, Sleep, SleepLevel, Step, Wake
-from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.group.sleep import TRANSITIONS, SleepEvent, SleepMachine, SleepState
 from tests.unit.bus._builders import LOST, ack
 from tests.unit.bus._tables import check_event
 

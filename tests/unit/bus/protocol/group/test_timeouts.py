@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bus._protocol.core.ack_barrier import AckBarrier
+from bus._protocol.group.timeouts import late_engines
 from bus.messages import Abort, Step, TransferDrain
-from bus.protocol.core.ack_barrier import AckBarrier
-from bus.protocol.group.timeouts import late_engines
 from tests.unit.bus._scene import Scene
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.core.effects import Send
+from bus._protocol.group.trainer_session import ANSWERS_KEPT, TrainerSession
 from bus.messages import NackCode, Step, WaitEngines
-from bus.protocol.core.effects import Send
-from bus.protocol.group.trainer_session import ANSWERS_KEPT, TrainerSession
 from tests.sim.makers import make_nack
 from tests.unit.bus._builders import peer
 

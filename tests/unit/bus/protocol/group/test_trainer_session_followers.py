@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.core.effects import Effect, Send
+from bus._protocol.group.trainer_session import UPDATES_KEPT
 from bus.messages import (
     AwaitStep,
     Heartbeat,
@@ -14,8 +16,6 @@ from bus.messages import (
     TrainerPoint,
     TrainerStep,
 )
-from bus.protocol.core.effects import Effect, Send
-from bus.protocol.group.trainer_session import UPDATES_KEPT
 from tests.unit.bus._builders import messages, nack_in
 from tests.unit.bus.protocol.broker.test_broker import Bench
 

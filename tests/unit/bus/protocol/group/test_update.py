@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
+from bus._protocol.core.failures import Declined, Failure
+from bus._protocol.core.instructions import Ask, StepDone, StepFailed
+from bus._protocol.core.state_table import IllegalTransition
+from bus._protocol.group.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
 from bus.messages import (
     Abort,
     Ack,
@@ -23,16 +27,12 @@ from bus.messages import (
     UpdateFinish,
     UpdateStart,
 )
-from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import IllegalTransition
-from bus.protocol.group.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._builders import LOST, ack
 from tests.unit.bus._tables import check_event
 
 if TYPE_CHECKING:
-    from bus.protocol.core.instructions import Instruction
+    from bus._protocol.core.instructions import Instruction
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
 MANIFEST = make_manifest(("a", "b", "c"))

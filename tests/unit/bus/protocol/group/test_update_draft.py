@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from bus._protocol.engine.calls import CallAbortRequests
+from bus._protocol.group.update import UpdateState
 from bus.errors import Refused
 from bus.messages import (
     Abort,
@@ -21,9 +23,7 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.engine.calls import CallAbortRequests
-from bus.protocol.engine.operations import ArmManifest, LoadChunk, Restore, Start
-from bus.protocol.group.update import UpdateState
+from bus.operations import ArmManifest, LoadChunk, Restore, Start
 from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._scene import Scene, code_of

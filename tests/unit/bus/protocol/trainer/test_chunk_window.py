@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from bus.protocol.core.state_table import IllegalTransition
-from bus.protocol.trainer.chunk_window import ChunkWindow
+from bus._protocol.core.state_table import IllegalTransition
+from bus._protocol.trainer.chunk_window import ChunkWindow
 
 
 def test_a_chunk_waits_for_a_buffer_until_an_earlier_one_is_applied() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from bus._protocol.trainer.pause_window import PauseWindow, PauseWindowState
 from bus.errors import UpdateFailed
 from bus.messages import NackCode, PauseLocal, Resume, Sleep, UpdateStart, Wake
-from bus.protocol.trainer.pause_window import PauseWindow, PauseWindowState
 
 PAUSE = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
 

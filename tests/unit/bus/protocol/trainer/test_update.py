@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
+from bus._protocol.core.state_table import IllegalTransition
+from bus._protocol.trainer.pause_window import PauseWindow
+from bus._protocol.trainer.update import TrainerUpdate, UpdateRequest
+from bus._protocol.trainer.update import TrainerUpdateState as State
 from bus.errors import BusTimeout, Refused, UpdateFailed, WavebusError, refusal
 from bus.messages import (
     Abort,
@@ -27,10 +31,6 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.core.state_table import IllegalTransition
-from bus.protocol.trainer.pause_window import PauseWindow
-from bus.protocol.trainer.update import TrainerUpdate, UpdateRequest
-from bus.protocol.trainer.update import TrainerUpdateState as State
 from tests.sim.makers import make_manifest, make_nack
 
 if TYPE_CHECKING:

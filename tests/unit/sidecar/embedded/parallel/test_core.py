@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from sidecar.embedded.config import read_config
-from sidecar.embedded.model import ModelRunner
-from sidecar.embedded.parallel.core import LockstepCore
-from sidecar.embedded.parallel.waves import RankWaves
-from sidecar.embedded.requests import GenerationRequest
-from sidecar.embedded.sampling import SamplingParams
-from sidecar.shared_pages.core_status import CoreStatusPage
+from sidecar._embedded.config import read_config
+from sidecar._embedded.model import ModelRunner
+from sidecar._embedded.parallel.core import LockstepCore
+from sidecar._embedded.parallel.waves import RankWaves
+from sidecar._embedded.requests import GenerationRequest
+from sidecar._embedded.sampling import SamplingParams
+from sidecar._shared_pages.core_status import CoreStatusPage
 from tests.support.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sidecar.embedded.parallel.group import RankGroup
-    from sidecar.embedded.requests import Delta
+    from sidecar._embedded.parallel.group import RankGroup
+    from sidecar._embedded.requests import Delta
 
 LIMIT_S = 60.0
 # The peer rank is ready at the fifth step at which it confers with one that is.

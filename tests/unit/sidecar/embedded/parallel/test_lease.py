@@ -9,14 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from bus.errors import EngineError
-from sidecar.embedded.config import read_config
-from sidecar.embedded.model import ModelRunner
-from sidecar.embedded.parallel.core import LockstepCore
-from sidecar.embedded.parallel.lease import EmbeddedLease
-from sidecar.embedded.parallel.options import DataParallel
-from sidecar.embedded.parallel.waves import RankWaves
-from sidecar.shared_pages.core_status import CoreStatusPage
-from sidecar.shared_pages.pause_lease import PauseLease
+from sidecar._embedded.config import read_config
+from sidecar._embedded.model import ModelRunner
+from sidecar._embedded.parallel.core import LockstepCore
+from sidecar._embedded.parallel.lease import EmbeddedLease
+from sidecar._embedded.parallel.options import DataParallel
+from sidecar._embedded.parallel.waves import RankWaves
+from sidecar._shared_pages.core_status import CoreStatusPage
+from sidecar._shared_pages.pause_lease import PauseLease
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lease_store import LeaseStore
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.dp_coordinator.frames import CoreReport
-from sidecar.embedded.parallel.waves import RankWaves
+from sidecar._dp_coordinator.frames import CoreReport
+from sidecar._embedded.parallel.waves import RankWaves
 
 
 def _stepped(waves: RankWaves, count: int = 1) -> list[bool]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.vllm.plugin.front_end import (
+from sidecar._vllm.plugin.front_end import (
     DATA_ROUTES,
     DataRoutesOnly,
     check_token_ids,

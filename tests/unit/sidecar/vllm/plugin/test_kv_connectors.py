@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from bus.messages import REFUSED
-from sidecar.vllm.plugin import kv_connectors as kv
+from sidecar._vllm.plugin import kv_connectors as kv
 
 
 def config(name: str, **fields: Any) -> dict[str, Any]:

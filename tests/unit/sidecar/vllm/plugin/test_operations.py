@@ -8,10 +8,10 @@ import json
 import msgspec
 import pytest
 
-from bus.manifest import Manifest
+from bus._manifest import Manifest
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.messages import NackCode, Staging
-from bus.weight_transfer.allocation import StagingCapacity
-from sidecar.vllm.plugin import operations
+from sidecar._vllm.plugin import operations
 
 MANIFEST = Manifest(("a",), ("float32",), ((2, 3),), (1,), (4,))
 STAGING = Staging(True, 1, keep=False, clear_cache=True)

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus import vllm_source
-from bus.cli.main import run
-from bus.cli.status import _table
+from bus._cli.main import run
+from bus._cli.status import _table
+from bus._protocol.broker.broker import Broker
+from bus._protocol.core.config import BrokerConfig
+from bus._protocol.core.effects import Note
+from bus._vllm import source as vllm_source
+from bus._vllm.seams import Registry, Seam, Wrap
+from bus._vllm.source import SourceTree
+from bus._vllm.versions import TESTED, untested_reason
 from bus.errors import UsageError
 from bus.messages import Join, Status, StatusRequest
-from bus.protocol.broker.broker import Broker
-from bus.protocol.core.config import BrokerConfig
-from bus.protocol.core.effects import Note
-from bus.seams import Registry, Seam, Wrap
-from bus.vllm_source import SourceTree
-from bus.vllm_versions import TESTED, untested_reason
-from sidecar.vllm.plugin import installation
-from sidecar.vllm.plugin import worker_rpc as worker_facts
-from sidecar.vllm.plugin.core.admission import SET_ADMISSION
-from sidecar.vllm.plugin.installation import features_of
-from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.patches import REGISTRY
-from sidecar.vllm.plugin.vllm_names import IPC_ENGINE, NCCL_ENGINE, NIXL, SCHEDULER
+from sidecar._vllm.plugin import installation
+from sidecar._vllm.plugin import worker_rpc as worker_facts
+from sidecar._vllm.plugin.core.admission import SET_ADMISSION
+from sidecar._vllm.plugin.installation import features_of
+from sidecar._vllm.plugin.operations import PERFORM
+from sidecar._vllm.plugin.patches import REGISTRY
+from sidecar._vllm.plugin.vllm_names import IPC_ENGINE, NCCL_ENGINE, NIXL, SCHEDULER
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
 from tests.support.seams import install
 from tests.unit.bus._builders import envelope, facts, only
@@ -42,7 +42,7 @@ from tests.vllm._vllm import require_vllm
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bus.seams import Report
+    from bus._vllm.seams import Report
 
 require_vllm()
 ROOT = installed()

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from bus._weight_transfer.allocation import StagingCapacity
 from bus.errors import EngineError
 from bus.messages import NO_LIMITS, RequestLimits
-from bus.weight_transfer.allocation import StagingCapacity
-from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar._vllm.plugin import operations, worker_rpc
 from tests.support.seams import install
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_agent.rollouts.routes.metrics import MergedMetrics
+from trainer_agent._rollouts.routes.metrics import MergedMetrics
 
 TOKENS = '# HELP tokens_total Tokens.\n# TYPE tokens_total counter\ntokens_total{engine="0"} %s\n'
 

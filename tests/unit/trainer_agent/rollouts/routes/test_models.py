@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trainer_agent.rollouts.routes.models import merged
+from trainer_agent._rollouts.routes.models import merged
 
 
 def listed(*cards: dict[str, Any]) -> bytes:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core import adapters
-from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.core import adapters
+from sidecar._vllm.plugin.vllm_names import ADAPTER_PATHS
 
 
 def request(name: str, path: str = f"{ADAPTER_PATHS}u1") -> Any:

@@ -12,11 +12,11 @@ import pytest
 from bus.errors import EngineError
 from bus.messages import NackCode, ProbeResult
 from bus.rejection import closed_message
-from sidecar.vllm.admission import AdmissionControl
-from sidecar.vllm.engine import VllmAdapter
-from sidecar.vllm.plugin.core.admission import SET_ADMISSION
-from sidecar.vllm.plugin.environment import BOOT_CLOSED
-from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
+from sidecar._vllm.admission import AdmissionControl
+from sidecar._vllm.engine import VllmAdapter
+from sidecar._vllm.plugin.core.admission import SET_ADMISSION
+from sidecar._vllm.plugin.environment import BOOT_CLOSED
+from sidecar._vllm.plugin.vllm_names import ADAPTER_PATHS
 from tests.support.seams import install
 
 if TYPE_CHECKING:

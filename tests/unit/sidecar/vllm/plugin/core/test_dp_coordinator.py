@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.dp_coordinator.process import DpCoordinatorFailed, DpCoordinatorProcess
-from sidecar.vllm.plugin import environment
-from sidecar.vllm.plugin.core.dp_coordinator import BusCoordinator
+from sidecar._dp_coordinator.process import DpCoordinatorFailed, DpCoordinatorProcess
+from sidecar._vllm.plugin import environment
+from sidecar._vllm.plugin.core.dp_coordinator import BusCoordinator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.vllm.plugin.core import kv_versions
-from sidecar.vllm.plugin.core.kv_versions import TAG
+from sidecar._vllm.plugin.core import kv_versions
+from sidecar._vllm.plugin.core.kv_versions import TAG
 
 OLD, NEW = "wavebus:r:1:", "wavebus:r:2:"
 

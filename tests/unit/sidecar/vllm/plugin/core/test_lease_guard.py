@@ -11,20 +11,20 @@ import torch
 from msgspec.structs import replace
 
 from bus.messages import NackCode
-from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
-from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLease, deadline_ns, lease_path
-from sidecar.vllm.plugin import environment
-from sidecar.vllm.plugin import operations as wire
-from sidecar.vllm.plugin.agreement import WorkerRefusal
-from sidecar.vllm.plugin.core import lease_guard
-from sidecar.vllm.plugin.core.status import PerProcess, page_path
+from sidecar._shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
+from sidecar._shared_pages.pause_lease import LeaseOutcome, PauseLease, deadline_ns, lease_path
+from sidecar._vllm.plugin import environment
+from sidecar._vllm.plugin import operations as wire
+from sidecar._vllm.plugin.agreement import WorkerRefusal
+from sidecar._vllm.plugin.core import lease_guard
+from sidecar._vllm.plugin.core.status import PerProcess, page_path
 from tests.support.seams import install
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.messages import CorePhase
-    from sidecar.shared_pages.pause_lease import Begun
+    from sidecar._shared_pages.pause_lease import Begun
 
 NOBODY = 2**22 + 1  # no process has this number
 

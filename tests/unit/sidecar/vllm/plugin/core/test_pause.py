@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sidecar.vllm.plugin.core import pause
+from sidecar._vllm.plugin.core import pause
 
 
 def test_a_pause_waits_for_no_decode_engine_and_a_sleep_does() -> None:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sidecar.shared_pages.core_status import (
+from sidecar._shared_pages.core_status import (
     GLOBALLY_PAUSED,
     LOCALLY_PAUSED,
     STEPPING,
     CoreStatusReader,
     CoreStatusView,
 )
-from sidecar.vllm.plugin import environment
-from sidecar.vllm.plugin.core import status
+from sidecar._vllm.plugin import environment
+from sidecar._vllm.plugin.core import status
 from tests.support.seams import install
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from bus.messages import NackCode
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core import swap as core_swap
-from sidecar.vllm.plugin.operations import PERFORM
-from sidecar.vllm.plugin.worker_rpc import CALL_OFF, EXPECT_SWAP, SWAP
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.core import swap as core_swap
+from sidecar._vllm.plugin.operations import PERFORM
+from sidecar._vllm.plugin.worker_rpc import CALL_OFF, EXPECT_SWAP, SWAP
 from tests.support.seams import install
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from bus.manifest import Manifest, TensorMeta
-from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace, TargetNames
+from bus._manifest import Manifest, TensorMeta
+from sidecar._vllm.plugin.loading.loader_trace import LoaderTrace, TargetNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.vllm.plugin.loading.copy_plan import CopyBatch, CopyPlan, NoPlanError, make_plan, part
-from sidecar.vllm.plugin.loading.copy_plan import _runs as runs_of
-from sidecar.vllm.plugin.loading.plan_runner import PlannedUpdate
+from sidecar._vllm.plugin.loading.copy_plan import CopyBatch, CopyPlan, NoPlanError, make_plan, part
+from sidecar._vllm.plugin.loading.copy_plan import _runs as runs_of
+from sidecar._vllm.plugin.loading.plan_runner import PlannedUpdate
 from tests.unit.sidecar.vllm.plugin.loading._small_model import EXPERTS, Small, trace_of, weights
 
 if TYPE_CHECKING:

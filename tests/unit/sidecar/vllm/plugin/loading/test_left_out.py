@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from sidecar.vllm.plugin.loading.left_out import left_out_refusal
+from sidecar._vllm.plugin.loading.left_out import left_out_refusal
 
 NAMES = (
     "model.visual.a.weight",

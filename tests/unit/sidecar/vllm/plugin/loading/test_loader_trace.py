@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bus._manifest import TensorMeta
 from bus.errors import EngineError
-from bus.manifest import TensorMeta
-from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace, TargetNames
+from sidecar._vllm.plugin.loading.loader_trace import LoaderTrace, TargetNames
 
 
 @pytest.mark.parametrize(

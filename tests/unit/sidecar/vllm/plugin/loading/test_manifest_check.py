@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sidecar.vllm.plugin.loading.manifest_check import _complete, _ValuesOnCpu
+from sidecar._vllm.plugin.loading.manifest_check import _complete, _ValuesOnCpu
 
 
 class Activation(nn.Module):

@@ -14,9 +14,9 @@ from torch import nn
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm.plugin import agreement
-from sidecar.vllm.plugin.loading import manifest_check
-from sidecar.vllm.plugin.loading.manifest_check import Blueprint, ManifestChecker
+from sidecar._vllm.plugin import agreement
+from sidecar._vllm.plugin.loading import manifest_check
+from sidecar._vllm.plugin.loading.manifest_check import Blueprint, ManifestChecker
 from tests.unit.sidecar.vllm.plugin.loading._small_model import manifest_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm.plugin.loading.patch_check import check_in_place
+from sidecar._vllm.plugin.loading.patch_check import check_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

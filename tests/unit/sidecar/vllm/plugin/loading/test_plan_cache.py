@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from sidecar.vllm.plugin.loading import plan_cache as plans_module
-from sidecar.vllm.plugin.loading.copy_plan import CopyPlan, make_plan
-from sidecar.vllm.plugin.loading.plan_cache import PlanCache
+from sidecar._vllm.plugin.loading import plan_cache as plans_module
+from sidecar._vllm.plugin.loading.copy_plan import CopyPlan, make_plan
+from sidecar._vllm.plugin.loading.plan_cache import PlanCache
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
     HIDDEN,
     Parts,

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bus._weight_transfer.packing import ViewCache, packed_offsets
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.packing import ViewCache, packed_offsets
-from sidecar.vllm.plugin.loading.copy_plan import NoPlanError, extend_plan, make_plan
-from sidecar.vllm.plugin.loading.loader_trace import TargetNames
-from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
-from sidecar.vllm.plugin.loading.staging_layouts import AsSent, ByTarget
+from sidecar._vllm.plugin.loading.copy_plan import NoPlanError, extend_plan, make_plan
+from sidecar._vllm.plugin.loading.loader_trace import TargetNames
+from sidecar._vllm.plugin.loading.staged_weights import StagedWeights
+from sidecar._vllm.plugin.loading.staging_layouts import AsSent, ByTarget
 from tests.unit.sidecar.vllm.plugin.loading._small_model import (
     HIDDEN,
     ROWS,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sidecar.vllm.plugin.loading.staged_weights import Chunks
+    from sidecar._vllm.plugin.loading.staged_weights import Chunks
 
 
 class Whole(Small):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
+from sidecar._vllm.plugin.loading.staging_buffers import StagingBuffers
 
 META = torch.device("meta")
 

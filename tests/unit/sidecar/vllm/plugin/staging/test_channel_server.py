@@ -14,10 +14,14 @@ import pytest
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.operations import Open
-from sidecar.vllm.plugin.staging.channel_server import LENGTH, MAX_FRAME_BYTES, StagingChannelServer
-from sidecar.vllm.staging_channel import StagingChannels
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.operations import Open
+from sidecar._vllm.plugin.staging.channel_server import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    StagingChannelServer,
+)
+from sidecar._vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,8 +268,8 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
 _RUNS_OUT_OF_DESCRIPTORS = """
 import os, resource, sys, threading, time
 from types import SimpleNamespace
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.staging import channel_server as channel
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.staging import channel_server as channel
 
 found_none = threading.Event()
 

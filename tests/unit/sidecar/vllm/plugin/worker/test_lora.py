@@ -10,8 +10,8 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
-from sidecar.vllm.plugin.worker.lora import HeldAdapter, LoraAdapters
+from sidecar._vllm.plugin.vllm_names import ADAPTER_PATHS
+from sidecar._vllm.plugin.worker.lora import HeldAdapter, LoraAdapters
 
 OURS = f"{ADAPTER_PATHS}u2-a"
 THEIRS = "/models/adapter"

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus._manifest import TensorMeta
 from bus.errors import EngineError
-from bus.manifest import TensorMeta
 from bus.messages import NackCode
-from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
-from sidecar.vllm.plugin.worker.native_transport import VllmTransport
-from sidecar.vllm.staging_channel import StagingChannels
+from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.staging.channel_server import StagingChannelServer
+from sidecar._vllm.plugin.worker.native_transport import VllmTransport
+from sidecar._vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.weight_transfer.packing import Tensors
+    from bus._weight_transfer.packing import Tensors
 
 CPU = torch.device("cpu")
 METAS = tuple(TensorMeta(name, "float32", (2,)) for name in "abcd")

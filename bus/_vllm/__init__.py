@@ -1,0 +1,1 @@
+"""What roles and broker know of vLLM: its payloads, its source, its versions, and seams in it."""

@@ -1,0 +1,137 @@
+"""Ends the pause of an embedded rank when its lease is over, together with the other ranks.
+
+The rules are those of :mod:`sidecar._lease_agreement`. The sidecar is in the rank's process, so the
+lease is no shared page. It can still be over while the sidecar lives, because the broker is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import bus.log
+from bus.errors import EngineDead, EngineError
+from sidecar._lease_agreement import LeaseAgreement, RankLease
+from sidecar._shared_pages.pause_lease import LeaseInMemory
+
+if TYPE_CHECKING:
+    from sidecar._embedded.parallel.core import LockstepCore
+    from sidecar._embedded.parallel.options import DataParallel
+    from sidecar._embedded.update import Updater
+    from sidecar._lease_agreement import Store
+    from sidecar._shared_pages.pause_lease import OutcomeState, PauseLease
+
+PERIOD_S: Final = 0.2
+_STOP_PATIENCE_S: Final = 2.0
+
+
+class EmbeddedLease:
+    """Watches one rank's lease; implements :class:`sidecar._lease_agreement.RankCore`.
+
+    Args:
+        options: the rank's options.
+        core: the rank's engine core.
+        updater: what carries out its updates.
+        store: the ranks' store, in which only this object's thread votes.
+
+    Attributes:
+        page: the lease that the sidecar writes, and what the core has done when it was over.
+    """
+
+    def __init__(
+        self, options: DataParallel, core: LockstepCore, updater: Updater, store: Store
+    ) -> None:
+        self.page = LeaseInMemory()
+        self._core = core
+        self._updater = updater
+        self._log = bus.log.logger(dp_group=options.group, dp_rank=options.rank)
+        votes = LeaseAgreement(options.rank, options.size, store)
+        self._rank = RankLease(self, self.page, votes, self._note)
+        core.lease = self._rank
+        self._asked = False  # the core is about to check the lease
+        self._warned = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wavebus-lease-votes", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops to vote; a thread that waits for the store is left, and ends with the process."""
+        self._closed.set()
+        self._thread.join(_STOP_PATIENCE_S)
+
+    # What the rank does for its lease
+
+    @property
+    def resumes(self) -> int:
+        """How often the core has resumed, with all ranks."""
+        return self._core.resumes
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the core waits in a resume for other ranks."""
+        return self._core.is_resuming
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the core is paused or pausing."""
+        return self._core.is_paused
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have paused, and the core is idle."""
+        return self._core.is_pause_complete
+
+    def pause(self) -> None:
+        """Begins a pause that keeps requests."""
+        self._log.warning("pause_completed", detail="a peer rank is paused alone")
+        self._core.join_pause()
+
+    def prepare(self, lease: PauseLease) -> None:
+        """Undoes what an update has begun to change, and wakes memory."""
+        if lease.begun:
+            try:
+                self._updater.require_whole()  # the sidecar's call has not come
+            except EngineError:
+                self._updater.restore()
+        if lease.asleep:
+            self._core.memory.wake()
+
+    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002 - prepare() wakes memory
+        """Resumes, which waits for the other ranks."""
+        self._updater.resume()
+
+    def quarantine(self) -> None:
+        """Ends all requests with the tokens they have."""
+        self._core.end_requests()
+
+    # The thread that votes
+
+    def _run(self) -> None:
+        while not self._closed.wait(PERIOD_S):
+            try:
+                self._rank.exchange()
+                if self._rank.is_due() and not self._asked:
+                    self._asked = True
+                    self._core.call(self._look)
+            except EngineDead:
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next try may go well
+                self._warn(error)
+
+    def _look(self) -> None:
+        """Checks the lease, on the core's thread."""
+        self._asked = False
+        try:
+            self._rank.look()
+        except EngineDead:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above; the core must go on
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if repr(error) != self._warned and not self._closed.is_set():
+            self._warned = repr(error)
+            self._log.warning("lease_check_failed", detail=repr(error))
+
+    def _note(self, pause_id: str, state: OutcomeState, reason: str) -> None:
+        self._log.info("lease_outcome", update_id=pause_id, state=state, reason=reason)

@@ -1,0 +1,107 @@
+"""Serves the routes of one vLLM for a group: those for requests, and those for training."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from trainer_agent._gateway.client_session import ClientSession
+from trainer_agent._gateway.control_routes import ControlRoutes
+from trainer_agent._gateway.group import ClientGroup
+from trainer_agent._gateway.updates import ClientUpdates
+from trainer_agent._options import LEASE_MS
+from trainer_agent._rollouts import client, front
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bus._cli.options import Keys
+    from trainer_agent._gateway.agent import GatewayAgent
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    broker: str,
+    group: str,
+    host: str,
+    port: int,
+    *,
+    keys: Keys,
+    tokenizer: Any = None,
+    api_key: str = "",
+    control_key: str = "",
+    engine_api_key: str | None = None,
+    silence_s: float | None = None,
+    allow_pickled_handles: bool = False,
+    client_requests: int = 0,
+) -> AsyncIterator[str]:
+    """Serves a group over HTTP during a block; yields the base URL.
+
+    Args:
+        broker: the broker's address.
+        group: the group of engines.
+        host: the host name or address to listen on.
+        port: the port; 0 chooses a free one.
+        keys: the keys for the broker.
+        tokenizer: a tokenizer, for texts; None: none.
+        api_key: the bearer token, or the password, that requests must have; empty: none.
+        control_key: the one of the routes for training, which opens the others, too; empty: they
+            need ``api_key``.
+        engine_api_key: the engines' own API key.
+        silence_s: after how many seconds without a call a client's pause or update ends; None: no
+            routes for training.
+        allow_pickled_handles: whether pickled CUDA IPC handles are read, without running anything.
+        client_requests: how many requests for tokens one address may have at once; 0: any number.
+
+    Raises:
+        UsageError: the address can't be used.
+        BusTimeout: no broker answers.
+    """
+
+    async def make_agent() -> GatewayAgent:
+        return (await asyncio.to_thread(_load_agent))(
+            broker,
+            group=group,
+            key=keys.key,
+            broker_key=keys.broker_key,
+            insecure=keys.insecure,
+        )
+
+    async with contextlib.AsyncExitStack() as stack:
+        rollouts = await stack.enter_async_context(
+            client.RolloutClient(
+                broker,
+                group=group,
+                tokenizer=tokenizer,
+                api_key=engine_api_key,
+                key=keys.key,
+                broker_key=keys.broker_key,
+                insecure=keys.insecure,
+            )
+        )
+        routes = []
+        if silence_s is not None:
+            session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
+            stack.push_async_callback(session.close)
+            updates = ClientUpdates(session, takes_pickles=allow_pickled_handles)
+            routes = ControlRoutes(ClientGroup(session, updates), updates, rollouts).routes()
+        yield await stack.enter_async_context(
+            front.serve(
+                rollouts,
+                host,
+                port,
+                tokenizer=tokenizer,
+                api_key=api_key,
+                control_key=control_key,
+                control_routes=routes,
+                client_requests=client_requests,
+            )
+        )
+
+
+def _load_agent() -> type[GatewayAgent]:
+    """Imports what updates need: torch, of 200 MB, which a gateway that generates needs not."""
+    from trainer_agent._gateway.agent import GatewayAgent  # noqa: PLC0415
+
+    return GatewayAgent
