@@ -253,7 +253,11 @@ class Generation:
             self._abort(self.request_id)
 
     def push(self, delta: Delta) -> None:
-        """Adds output for the consumer. The engine calls this in the event loop."""
+        """Adds output for the consumer. The engine calls this in the event loop.
+
+        Args:
+            delta: new tokens, and whether the request has ended.
+        """
         self._ready.append(delta)
         if delta.finish_reason:
             self._open -= 1
