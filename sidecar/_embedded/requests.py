@@ -132,7 +132,6 @@ class Sequence:
         """Appends a sampled token; sets :attr:`finish_reason` if it is the last one.
 
         Args:
-            token: the token.
             logprob: its log-probability; None if none were requested.
             version: the version of the weights that sampled it.
         """
