@@ -37,7 +37,6 @@ def check_name(value: str, option: str) -> str:
     """Returns ``value`` if it is a valid name of a peer or group.
 
     Args:
-        value: the name.
         option: the option that the error's text names, such as ``--group``.
 
     Raises:

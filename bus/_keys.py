@@ -110,7 +110,6 @@ def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
 
     Args:
         folder: where the files are written; made if it does not exist.
-        key: the key pair.
 
     Raises:
         UsageError: the name is no valid file name, or a file already exists or can't be written.
@@ -153,7 +152,6 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
     """Reads one key file.
 
     Args:
-        path: the file.
         secret: True: the file must have a secret key. False: a public file will do.
         option: the command's option that the error's text names; empty: none.
 
@@ -222,9 +220,6 @@ def silence_hint(security: Security | None) -> str:
     """Returns a hint about keys, for errors that say that no broker answers.
 
     A broker does not answer a peer with a wrong key, so wrong keys look like an absent broker.
-
-    Args:
-        security: the keys of the connection that got no answer.
     """
     if security is None or security.own is None:
         return ". If the broker has keys, give --key and --broker-key"
@@ -247,7 +242,6 @@ def security(
         key: file with the peer's secret key. Default: ``WAVEBUS_KEY``.
         broker_key: file with the broker's public key. Default: ``WAVEBUS_BROKER_KEY``.
         insecure: whether to connect beyond loopback without keys. Default: ``WAVEBUS_INSECURE``.
-        env: the environment variables.
 
     Raises:
         UsageError: a file is wrong, or only one of ``key`` and ``broker_key`` is given.

@@ -30,7 +30,6 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
 
     Args:
         paths: files or folders, each made by a process that locks it.
-        remove: removes one path.
     """
     removed: list[str] = []
     for path in paths:
@@ -57,7 +56,6 @@ class LockedFolder:
 
     Args:
         prefix: the beginning of the folder's name; the process id follows.
-        parent: the folder in which it is made.
     """
 
     def __init__(self, prefix: str, parent: Path) -> None:

@@ -205,7 +205,11 @@ def wrong_state(detail: str) -> EngineError:
 
 
 def refusal(nack: Nack) -> Refused:
-    """Returns the exception for a NACK, of the class that fits its code."""
+    """Returns the exception for a NACK, of the class that fits its code.
+
+    Args:
+        nack: the broker's refusal of a request, or the one that a peer made itself.
+    """
     if nack.code is NackCode.MANIFEST_REFUSED:
         return ManifestRefused(nack)
     if nack.code is NackCode.CANARY_FAILED:

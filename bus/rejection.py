@@ -17,7 +17,11 @@ _CLOSED: Final = "this engine is closed to requests: "
 
 
 def closed_message(reason: str) -> str:
-    """Returns the text with which an engine with closed admission answers."""
+    """Returns the text with which an engine with closed admission answers.
+
+    Args:
+        reason: why admission is closed.
+    """
     return _CLOSED + reason
 
 

@@ -21,7 +21,6 @@ def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
     separate peer represents the engine in the broker's status.
 
     Args:
-        broker: the broker's address.
         group: the group that the engine will join.
         name: the name that the engine will have; the separate peer's name adds a suffix to it.
     """

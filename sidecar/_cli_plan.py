@@ -126,7 +126,6 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
     """Makes the adapter of a vLLM server, as the options ask.
 
     Args:
-        plan: the options.
         command: the command that starts the server; empty if ``--attach`` names a running one.
 
     Raises:
@@ -182,9 +181,6 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
 
 def make_embedded(plan: SidecarPlan) -> Engine:
     """Makes the embedded engine, as the options ask.
-
-    Args:
-        plan: the options.
 
     Raises:
         UsageError: the options contradict each other, or one is missing.

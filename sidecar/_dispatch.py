@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 async def dispatch(engine: Engine, call: Call) -> CallResult:
     """Makes one call to an engine, and returns its result.
 
-    Args:
-        engine: the engine's adapter.
-        call: describes the call.
-
     Returns:
         For a pause, the number of requests in the engine; for a canary, the probes' results; for an
             operation, its answer; otherwise None.

@@ -239,7 +239,7 @@ class Sidecar:
             raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the bus, resumes the engine if that is safe, and closes the engine's adapter.
+        """Leaves the bus for a ``reason``, resumes the engine if safe, and closes its adapter.
 
         Raises:
             EngineError: the engine could not be released. Everything is closed all the same.

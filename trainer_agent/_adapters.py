@@ -119,7 +119,6 @@ class Adapters:
         without this adapter takes part, and changes nothing.
 
         Args:
-            adapter: the adapter's name.
             label: as :meth:`update_weights`.
             mode: as :meth:`paused`.
             clear_cache: as :meth:`paused`.

@@ -27,10 +27,6 @@ class RouterWorkers:
     The list is read and corrected every second, so the router may restart. Workers that never
     belonged to the group are not changed.
 
-    Args:
-        url: the router's base URL.
-        group: the name of the group.
-
     Raises:
         UsageError: the URL is malformed.
     """

@@ -54,7 +54,6 @@ def findings(status: Status, about: str = "") -> list[Finding]:
     """Returns what delays each group, the longest wait first, then engines that take no part.
 
     Args:
-        status: the broker's view.
         about: keeps only what concerns this update, pause, engine or trainer; empty: all.
     """
     found: list[Finding] = []

@@ -40,10 +40,6 @@ class Alarm:
 
     A later deadline than the one set changes nothing: the callback does what is due, and sets the
     next deadline.
-
-    Args:
-        scheduler: the clock and timers.
-        ring: the callback.
     """
 
     __slots__ = ("_due_ms", "_ring", "_scheduler", "_timer")

@@ -20,7 +20,6 @@ class HeartbeatAcks:
         """Adds an answer to be sent.
 
         Args:
-            ack: the answer.
             send: the effect with the answer; names its receivers, group and epoch.
         """
         self._waiting.setdefault((ack, send.group, send.epoch), []).extend(send.routes)

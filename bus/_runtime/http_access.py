@@ -53,8 +53,6 @@ class HttpAccess:
         passes if it has no ``Origin``: browsers send that with each POST to another site.
 
         Args:
-            method: the method.
-            path: the path.
             headers: the headers, whose names are in any case.
             has_body: whether the request has a body.
             is_local: whether the server listens on loopback.

@@ -96,12 +96,10 @@ class HttpServer:
     """An HTTP server of some routes.
 
     Args:
-        routes: the routes.
         answer_error: makes the answer from a request, a status and a text.
         answer_exception: makes the answer to what a handler has raised; None: it is a bug.
         max_body_bytes: the greatest size of a body.
         max_values: how many values the JSON of a body may have.
-        access: whom the server answers.
         unread_s: how long a client may take to read what is to be sent, in seconds.
         requests: bounds the requests of each client; more get status 429.
 

@@ -26,8 +26,6 @@ async def fetch_status(
     """Returns a broker's status, without joining the bus.
 
     Args:
-        address: the broker's address.
-        timeout_s: how long to wait for the answer.
         security: the keys to connect with; None: no keys.
 
     Raises:

@@ -98,9 +98,7 @@ class MultipartSocket(ZmqSocket):
     """A socket for multipart messages, bound or connected to ``address``.
 
     Args:
-        context: the ZeroMQ context to make the socket in.
         kind: the socket's type, such as ``zmq.PUSH``.
-        address: the address.
         options: further socket options, set before the socket is bound or connected.
         bind: True: bind the socket. False: connect it.
 

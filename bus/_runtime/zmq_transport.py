@@ -251,7 +251,6 @@ class ZmqClient(ZmqSocket):
     """A peer's DEALER socket, connected to the broker.
 
     Args:
-        address: the broker's address.
         route: the peer's route; unique among all peers and all their lives. A connection that
             replaces one without answers gets a route of its own.
         security: the keys to connect with. None: no keys, and only loopback.

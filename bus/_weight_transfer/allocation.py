@@ -85,9 +85,6 @@ class StagingCapacity:
 def combine(rooms: Sequence[StagingCapacity]) -> StagingCapacity:
     """Combines the capacities of an engine's workers.
 
-    Args:
-        rooms: one capacity per worker.
-
     Returns:
         The largest need, and the first reason why an update can't be staged.
 
@@ -102,10 +99,6 @@ def combine(rooms: Sequence[StagingCapacity]) -> StagingCapacity:
 
 def require_capacity(staging: Staging, room: StagingCapacity) -> StagingCapacity:
     """Returns ``room``; raises if the update must be staged and can't be.
-
-    Args:
-        staging: the staging options of ARM.
-        room: the engine's capacity.
 
     Raises:
         EngineError: code ``staging_refused``, with the reason.

@@ -58,7 +58,6 @@ class Listener:
     """Where the root waits for the receivers of one communicator.
 
     Args:
-        address: the address to listen on.
         token: the secret that receivers show.
         port: the port to listen on; 0: any.
         first_ranks: the rank of each engine's first worker, to name an end by its engine.
@@ -100,7 +99,6 @@ class Listener:
         Args:
             place: the root's rank, and how many ends there are.
             greeting: what all ends get from this one.
-            timeout_s: how long to wait, in seconds.
             silence_s: as of :class:`EntryBarrier`.
 
         Raises:
@@ -189,9 +187,7 @@ def connect(
     Args:
         address: host and port of the root's :class:`Listener`.
         token: the root's secret.
-        place: this end's rank.
         greeting: what all ends get from this one.
-        timeout_s: how long to wait, in seconds.
         silence_s: as of :class:`EntryBarrier`.
 
     Raises:

@@ -105,7 +105,6 @@ def checksums(
     Args:
         tensors: the chunk's tensors, of any shape, dtype, strides and device. A GPU is waited for
             twice per chunk, not once per tensor.
-        verify: what the checksums cover.
         memo: a cache, for tensors that will have other values at the same addresses later. It keeps
             values that depend only on the addresses.
         looked: the result of :func:`select_words` for these tensors, if it was called.
@@ -158,7 +157,6 @@ def select_words(
     most :data:`SAMPLE_WORDS`. With ``memo``, one operation reads them if all lie in one storage.
 
     Args:
-        tensors: the chunk's tensors.
         verify: ``sample`` or ``full``.
         memo: as in :func:`checksums`.
         later: True: :func:`sum_words` reads the words, so the tensors must not change until then.
@@ -183,7 +181,6 @@ def sum_words(
     """Returns the checksums of several chunks. Waits for a device once.
 
     Args:
-        looks: the selected words of each chunk.
         memo: a cache, as in :func:`checksums`.
 
     Returns:
@@ -232,8 +229,6 @@ class _SmallTensors:
     sum. One operation per tensor would cost more than reading its words.
 
     Args:
-        places: the tensors' indices in the chunk.
-        tensors: all tensors of the chunk.
         again: the tensors will be selected again. If all lie in one storage, one operation then
             reads them through an index.
 
@@ -382,7 +377,6 @@ def _sum(words: torch.Tensor, made: dict[torch.device, torch.Tensor]) -> torch.T
     """Returns the checksum of one tensor, still on the tensor's device.
 
     Args:
-        words: the tensor's words.
         made: the weights made for earlier tensors, by device; updated.
     """
     step = _CPU_WORDS if words.device.type == "cpu" else _GPU_WORDS

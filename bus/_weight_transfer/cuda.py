@@ -203,9 +203,7 @@ def as_tensor(pointer: int, size_bytes: int, device: torch.device) -> torch.Tens
     """Returns memory of the current GPU as a tensor of bytes. The caller keeps the memory alive.
 
     Args:
-        pointer: the memory's address.
         size_bytes: its size in bytes.
-        device: the GPU.
 
     Returns:
         A uint8 tensor of one dimension.

@@ -193,7 +193,7 @@ def aligned(size_bytes: int) -> int:
 
 
 def encode(params: object) -> bytes:
-    """Encodes params or a handle as a blob.
+    """Returns params or a handle as a blob.
 
     Args:
         params: an instance of a dataclass, such as those of this module.
@@ -202,7 +202,7 @@ def encode(params: object) -> bytes:
 
 
 def decode(blob: bytes, type_: type[T]) -> T:
-    """Decodes a blob.
+    """Returns what a blob holds.
 
     Args:
         blob: what :func:`encode` returned.

@@ -61,7 +61,6 @@ class BackendRegistry(Generic[T]):
         """Registers ``factory`` as the backend ``name``, in place of an earlier one.
 
         Args:
-            name: the backend's name.
             factory: makes a sender or a receiver, as this registry has; a class will do.
 
         Raises:
@@ -80,9 +79,6 @@ class BackendRegistry(Generic[T]):
 
     def find(self, name: str) -> Callable[[], T] | None:
         """Returns the factory of a backend, or None if there is none.
-
-        Args:
-            name: the backend's name.
 
         Raises:
             UsageError: this machine does not support it, or the package that offers it can't be
@@ -151,7 +147,6 @@ def make_sender(
     """Makes a sender that is not open yet.
 
     Args:
-        backend: the backend's name.
         buffers: how many chunks may be in flight, from 1 to 16. Default: the sender's own.
         packed: True: chunks are packed into buffers. False: tensors are sent from where they are.
         device: the GPU to send from, such as ``cuda:0``. Default: the current one of the thread
@@ -200,7 +195,6 @@ def make_receiver(backend: str, device: torch.device | None = None) -> Receiver:
     """Makes a receiver that is not open yet.
 
     Args:
-        backend: the backend's name.
         device: where the engine has its weights. Default: CPU memory.
 
     Raises:

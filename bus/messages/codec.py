@@ -56,7 +56,11 @@ _KINDS: Final = {name: msgspec.msgpack.Decoder(cls).decode for cls, name in WIRE
 
 
 def encode_body(message: Message) -> msgspec.Raw:
-    """Encodes the body of a frame; several frames can share the result."""
+    """Returns the encoded body of a frame, which several frames can share.
+
+    Args:
+        message: the message.
+    """
     return msgspec.Raw(_encode(message))
 
 
@@ -97,7 +101,11 @@ def _clip(value: Any, hint: Any) -> Any:
 
 
 def encode(envelope: Envelope) -> bytes:
-    """Encodes a whole frame."""
+    """Returns a whole frame.
+
+    Args:
+        envelope: the envelope, with its body encoded.
+    """
     return _encode(envelope)
 
 
@@ -112,7 +120,7 @@ def encode_frame(
     group: str = "",
     epoch: int = 0,
 ) -> bytes:
-    """Encodes a message as a frame of this side's wire version.
+    """Returns a message as a frame of this side's wire version.
 
     Args:
         message: the message.
@@ -129,7 +137,7 @@ def encode_frame(
 
 
 def decode(frame: bytes) -> tuple[Envelope, Message]:
-    """Decodes one frame.
+    """Returns the envelope and the message of one frame.
 
     Raises:
         DecodeError: the frame is refused. The error has the NACK's code, the wrong field and the
@@ -144,7 +152,7 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Decodes the envelope of a frame, but not its body. Raises as :func:`decode`."""
+    """Returns the envelope of a frame; its body stays encoded. Raises as :func:`decode`."""
     if len(frame) > MAX_FRAME_BYTES:
         raise DecodeError(
             NackCode.OVERSIZED, "", f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}"
@@ -166,7 +174,7 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 
 def decode_body(envelope: Envelope) -> Message:
-    """Decodes the body of a frame whose envelope is decoded. Raises as :func:`decode`."""
+    """Returns the message of a decoded envelope. Raises as :func:`decode`."""
     if envelope.kind not in _KINDS:
         raise DecodeError(
             NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"

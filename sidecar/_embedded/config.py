@@ -31,7 +31,6 @@ def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
     """Reads the sizes of a network from a checkpoint's ``config.json``.
 
     Args:
-        folder: the checkpoint's folder.
         dtype: the dtype to use for the parameters; ``auto`` takes the file's.
 
     Raises:

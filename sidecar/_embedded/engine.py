@@ -66,11 +66,11 @@ class EmbeddedEngine:
 
     Args:
         model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
-        host, port, api_key: of the HTTP server (:class:`sidecar._embedded.server.DataPlane`);
-            without a host there is none.
+        host: the address of the HTTP server; None: there is none.
+        port: the server's port; 0: any free port.
+        api_key: the key that the server's clients need; empty: none.
         max_num_seqs: how many sequences may run at once; others wait.
-        max_model_len: tokens of one sequence, prompt and output. Default: the model's limit, but at
-            most 2048.
+        max_model_len: tokens of prompt and output. Default: the model's limit, at most 2048.
         dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's.
         served_model_name: the name in ``/v1/models``. Default: the folder's path.
         dp: the engine's rank in a data parallel group, whose model needs experts. :meth:`start`

@@ -30,7 +30,6 @@ class BadRequest(Exception):
 
     Args:
         field: the field's path, such as ``sampling_params.n``; empty if the body is not JSON.
-        detail: what is wrong.
     """
 
     def __init__(self, field: str, detail: str) -> None:
@@ -78,10 +77,7 @@ def check_request(body: GenerateBody, *, vocab_size: int, max_model_len: int, mo
     """Checks a request against the engine's limits.
 
     Args:
-        body: the request.
-        vocab_size: how many tokens the vocabulary has.
         max_model_len: how many tokens a sequence may have, prompt and output.
-        model: the name of the served model.
 
     Raises:
         BadRequest: the text names the wrong field.
@@ -109,14 +105,7 @@ def check_request(body: GenerateBody, *, vocab_size: int, max_model_len: int, mo
 def encode_response(
     outputs: Sequence[Delta], *, request_id: str, model: str, prompt_len: int
 ) -> bytes:
-    """Encodes the whole answer to a request that doesn't stream.
-
-    Args:
-        outputs: the output of each choice.
-        request_id: the request's id.
-        model: the name of the served model.
-        prompt_len: how many tokens the prompt has.
-    """
+    """Encodes the whole answer to a request that doesn't stream."""
     produced = sum(len(output.token_ids) for output in outputs)
     answer = {
         "request_id": request_id,
@@ -133,12 +122,7 @@ def encode_response(
 
 
 def encode_chunk(delta: Delta, *, request_id: str) -> bytes:
-    """Encodes new tokens of a request that streams, as one server-sent event.
-
-    Args:
-        delta: the new tokens.
-        request_id: the request's id.
-    """
+    """Encodes new tokens of a request that streams, as one server-sent event."""
     chunk = {"request_id": request_id, "choices": [_choice(delta)], **_MODE}
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 

@@ -32,9 +32,7 @@ class KvCache:
     cache begins with zeros.
 
     Args:
-        config: the network's sizes.
         slots: how many sequences may run at once.
-        max_len: how many tokens a sequence may have.
     """
 
     def __init__(self, config: Qwen3Config, slots: int, max_len: int) -> None:
@@ -94,7 +92,6 @@ class KvCache:
         Args:
             source: the sequence's slot.
             target: the slot to copy to.
-            length: how many positions the sequence has.
         """
         for cache in (self.keys, self.values):
             cache[:, target, :, :length] = cache[:, source, :, :length]
@@ -106,12 +103,7 @@ class KvCache:
         self._touched = 0
 
     def restore(self, keys: Tensor, values: Tensor) -> None:
-        """Replaces the whole content, after the canary's probes have used the cache.
-
-        Args:
-            keys: a copy of the keys, made before.
-            values: a copy of the values, made before.
-        """
+        """Replaces the whole content, after the canary's probes have used the cache."""
         self.keys.copy_(keys)
         self.values.copy_(values)
         self._touched = self.max_len
@@ -121,7 +113,6 @@ class ModelRunner:
     """Computes the steps of one network, with its cache of keys and values.
 
     Args:
-        config: the network's sizes.
         slots: how many sequences may run at once.
         max_len: how many tokens one sequence may have, prompt and output.
         exchange: sends hidden states to experts on other ranks; None if all experts are here. With

@@ -28,10 +28,7 @@ def probe_requests(
     """Makes the canary's probes: greedy requests that ignore end-of-sequence tokens.
 
     Args:
-        prompts: the token ids of each probe's prompt.
-        max_tokens: how many tokens each probe generates.
         max_len: how many tokens prompt and output may have together.
-        vocab_size: how many tokens the vocabulary has.
 
     Raises:
         EngineError: a prompt has a token that the model lacks, or is too long.
@@ -64,10 +61,7 @@ def run_probes(
     """Runs probes to their end in a paused core's thread, and returns their results.
 
     Args:
-        model: the model.
-        requests: the probes.
         slots: how many sequences may run at once.
-        version: the version of the weights.
         in_use: whether requests need the cache's content after the resume. If so, it is copied and
             restored.
         stepping: called before each step, for the status page.

@@ -211,7 +211,6 @@ class Attention(nn.Module):
         """Computes self-attention: hidden states [..., hidden] to the same shape.
 
         Args:
-            x: hidden states.
             rope: rotary cosines and sines of their positions.
             attend: computes the attention itself.
         """
@@ -243,7 +242,6 @@ class Mixture(nn.Module):
     the number of ranks.
 
     Args:
-        config: the network's sizes.
         exchange: connects this rank to the others' experts. With other ranks, :meth:`forward`
             blocks until all of them call it.
     """
@@ -330,9 +328,7 @@ class Trunk(nn.Module):
         """Returns hidden states [..., hidden] for token ids [...].
 
         Args:
-            ids: token ids.
             rope: rotary cosines and sines of their positions.
-            attend: computes the attention itself.
         """
         x: Tensor = self.embed_tokens(ids)
         for layer in self.layers:
@@ -344,7 +340,6 @@ class Qwen3(nn.Module):
     """A causal language model whose ``state_dict`` is a valid Qwen3 checkpoint.
 
     Args:
-        config: the network's sizes.
         exchange: connects this rank to experts on other ranks. Default: all experts are here.
     """
 
@@ -369,7 +364,6 @@ def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
 
     Args:
         places: positions in tokens, [...].
-        config: the network's sizes.
     """
     angle = places[..., None, None].float() * rotary_frequencies(config)
     cos, sin = angle.cos(), angle.sin()

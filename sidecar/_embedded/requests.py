@@ -132,7 +132,6 @@ class Sequence:
         """Appends a sampled token; sets :attr:`finish_reason` if it is the last one.
 
         Args:
-            token: the token.
             logprob: its log-probability; None if none were requested.
             version: the version of the weights that sampled it.
         """
@@ -253,7 +252,11 @@ class Generation:
             self._abort(self.request_id)
 
     def push(self, delta: Delta) -> None:
-        """Adds output for the consumer. The engine calls this in the event loop."""
+        """Adds output for the consumer. The engine calls this in the event loop.
+
+        Args:
+            delta: new tokens, and whether the request has ended.
+        """
         self._ready.append(delta)
         if delta.finish_reason:
             self._open -= 1

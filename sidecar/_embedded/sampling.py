@@ -80,7 +80,6 @@ def choice_seed(seed: int, index: int) -> int:
     for one choice with seed ``seed + index``.
 
     Args:
-        seed: the request's seed.
         index: the choice's number, from 0.
     """
     only = np.array([(seed + index) & _MASK64], np.uint64)
@@ -93,9 +92,7 @@ class SamplingBatch:
     It holds the sequences' parameters as tensors, and is made anew when the batch changes.
 
     Args:
-        params: each sequence's parameters.
         seeds: each sequence's seed, from :func:`choice_seed`.
-        vocab_size: how many tokens the vocabulary has.
 
     Attributes:
         wants_logprobs: whether any of the sequences needs log-probabilities.

@@ -29,7 +29,6 @@ class BatchScheduler:
     """Keeps the sequences of one model, and decides which of them run.
 
     Args:
-        model: the model.
         slots: how many sequences may run at once.
         publish: called with the output of a step or an abort, at most once for each.
     """

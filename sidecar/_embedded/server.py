@@ -68,8 +68,6 @@ class DataPlane:
     """The HTTP server of one embedded engine, in the engine's event loop.
 
     Args:
-        engine: the engine that serves the requests.
-        host: address to listen on.
         port: port to listen on; 0 takes any free one.
         api_key: the key that clients must send; empty: clients need none.
     """

@@ -105,7 +105,6 @@ def load_tensors(
     """Copies tensors into the parameters of the same names; skips those without a parameter.
 
     Args:
-        parameters: the parameters, by name.
         tensors: ``(name, tensor)`` pairs.
     """
     with torch.inference_mode():
@@ -121,8 +120,6 @@ def load_folder(
 
     Args:
         expected: the tensors that the checkpoint must have.
-        parameters: the parameters to fill, by name.
-        folder: the folder of the files.
 
     Raises:
         UsageError: the folder has no such file, or the files don't hold this model.

@@ -134,12 +134,7 @@ class StepLimit:
         self._new = max(self._new, tokens)
 
     def limit_ms(self, step: int, requests: int) -> float:
-        """Returns how long a step may take.
-
-        Args:
-            step: how many steps the core has run.
-            requests: how many requests wait or run.
-        """
+        """Returns how long a step may take."""
         if step < _FIRST_STEPS or not requests or self._new > _TIMES_LONGEST * self._longest:
             return _STUCK_MS
         return min(max(_TIMES_SLOWEST * self._slowest_ms, _STEP_MS), _STUCK_MS)
@@ -148,10 +143,8 @@ class StepLimit:
         """Records the end of a step.
 
         Args:
-            took_ms: how long it took.
             limit_ms: how long it might take.
             step: how many steps the core had run before it.
-            waiting: how many requests wait after it.
         """
         if step >= _FIRST_STEPS and (self._new or took_ms <= limit_ms):
             self._slowest_ms = max(self._slowest_ms, took_ms)
@@ -169,7 +162,6 @@ class CoreStatusPage:
     Args:
         path: the page's file, readable for its owner alone; None keeps the page in this process's
             memory, where nobody else reads it.
-        rank: the core's rank in its DP group.
 
     Attributes:
         path: as above.
@@ -206,12 +198,9 @@ class CoreStatusPage:
         """Sets the numbers that the next :meth:`enter` writes.
 
         Args:
-            step: how many steps the core has run.
             wave: the number of the core's current wave.
             flags: the sum of the flags that are set.
-            waiting: how many requests wait.
             untagged: as in :class:`CoreStatusView`.
-            running: how many requests run.
         """
         self._step, self._wave, self._flags = step, wave, flags
         self._requests = (waiting, running, untagged)
@@ -262,9 +251,6 @@ class CoreStatusReader:
     """Reads a core's status page from another process.
 
     The page's file may be missing, or replaced by that of a new core, so each read opens it again.
-
-    Args:
-        path: the page's file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -63,7 +63,6 @@ def open_page(path: Path, kind: bytes, layout: int, size_bytes: int) -> mmap.mma
     """Maps a page that another process has made.
 
     Args:
-        path: the page's file.
         kind: four bytes that name the expected kind of page.
         layout: the expected version of the page's layout.
         size_bytes: the page's size in bytes.
@@ -92,7 +91,6 @@ class TwoSlotRecord:
     """Reads and writes one record of a page; only one process may write.
 
     Args:
-        memory: the mapped page.
         at: where the record begins, in bytes.
         body_bytes: the length of the longest body, in bytes.
     """

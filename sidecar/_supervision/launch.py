@@ -29,7 +29,6 @@ def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
     processes that search at the same time rarely get the same one.
 
     Args:
-        host: an address or name of this host.
         wanted: the port to return if nothing listens there, as after a restart; 0: none.
 
     Raises:
@@ -56,7 +55,6 @@ def with_reaper(argv: Sequence[str], grace_s: float) -> list[str]:
     ``argv`` even if this process is killed by SIGKILL.
 
     Args:
-        argv: the command to run.
         grace_s: how long ``argv`` may take to end after SIGTERM, in seconds; then it gets SIGKILL.
     """
     return [sys.executable, str(_REAPER), str(os.getpid()), str(grace_s), *argv]

@@ -61,7 +61,6 @@ class RankLaunchPlan:
     Args:
         dp_group: the DP group's name. Rank ``r`` is the engine ``dp_group-r``; an engine alone has
             the name itself.
-        size: how many ranks there are.
         options: options of `wavebus sidecar`, for every rank.
         command: the command of a vLLM server, without its data parallel options; empty for embedded
             engines, and for a server that runs already.
@@ -104,7 +103,6 @@ class RankLaunchPlan:
         """Returns the command line of one rank's sidecar, with its engine.
 
         Args:
-            rank: the rank's number.
             meeting_port: the port of ``host`` at which the ranks find each other; a new one for
                 every start of the DP group.
             chosen_port: the port at which the rank serves requests if :attr:`port` is 0; 0: none.
@@ -128,8 +126,6 @@ def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str
     """Returns vLLM's options that make a server one rank of a DP group.
 
     Args:
-        rank: the rank's number.
-        size: how many ranks the DP group has.
         host: the address at which the ranks find each other.
         meeting_port: the port there.
     """
@@ -147,7 +143,6 @@ def with_sync_interval(command: Sequence[str], vllm: SourceTree | None) -> tuple
     them on average, and a pause for more. Each agreement costs a small all-reduce on the host.
 
     Args:
-        command: the server's command.
         vllm: the source of the server's vLLM; None: unknown. An old one lacks the option.
     """
     given = {argument.partition("=")[0].replace("_", "-") for argument in command}
@@ -219,7 +214,6 @@ class RankSupervisor:
     """Runs all ranks of a DP group, and restarts all of them when one dies.
 
     Args:
-        plan: how the ranks are started.
         restarts: how many times in a row the DP group is restarted before :meth:`run` fails. A run
             of over 10 minutes begins the count anew.
         output: where ranks write. Default: this process's stdout and stderr.

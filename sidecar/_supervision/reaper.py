@@ -45,11 +45,7 @@ ARGUMENTS = 3
 
 
 def die_with_parent(signum: int) -> None:
-    """Makes the kernel send this process a signal when its parent's thread ends. Linux only.
-
-    Args:
-        signum: the signal's number.
-    """
+    """Makes the kernel send this process a signal when its parent's thread ends. Linux only."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 

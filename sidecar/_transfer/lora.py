@@ -20,7 +20,6 @@ class IncomingAdapter:
     """One LoRA adapter that a trainer sends, any number of times, over one open transport.
 
     Args:
-        name: the adapter's name.
         params: the encoded :class:`bus._lora.AdapterInit` of the trainer.
 
     Attributes:

@@ -28,7 +28,6 @@ def within(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[N
 
     Args:
         stream: the stream; None: the block runs as without this function.
-        device: the stream's device.
     """
     if stream is None:
         yield

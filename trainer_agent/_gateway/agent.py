@@ -104,7 +104,6 @@ class GatewayAgent(TrainerAgent):
 
         Args:
             parts: the tensors of each call of :meth:`receive_native`, in the order of sending.
-            target: the model or the draft model.
             is_open: whether more may follow, by :meth:`extend_native`.
 
         Raises:

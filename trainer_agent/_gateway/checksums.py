@@ -40,9 +40,6 @@ class WeightChecksums:
     async def read(cls, rollouts: RolloutClient) -> WeightChecksums:
         """Asks all engines that serve.
 
-        Args:
-            rollouts: knows the engines.
-
         Raises:
             EngineError: an engine did not answer.
             NoEngine: there is none.

@@ -29,7 +29,6 @@ class ClientSession:
     It joins with the first call that needs that.
 
     Args:
-        make_agent: makes the trainer agent.
         silence_s: after how many seconds without a call a pause or an update ends.
         lease_s: the same after a client has disconnected within a call.
 

@@ -52,9 +52,6 @@ class _File:
     It is read, not mapped: if somebody cut off a mapped file, the process would be killed.
     Source: https://github.com/huggingface/safetensors, section Format.
 
-    Args:
-        path: where it is.
-
     Raises:
         UsageError: it can't be read, is no safetensors file, or has a dtype that is not sent.
     """
@@ -171,9 +168,6 @@ class FolderSource:
 
 def read_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns the tensors and the configuration of a LoRA adapter, as PEFT saves them.
-
-    Args:
-        folder: the adapter's folder.
 
     Raises:
         Missing: there is none, or not yet.

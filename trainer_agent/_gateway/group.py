@@ -42,7 +42,6 @@ class ClientGroup:
 
     Args:
         session: the membership of the bus.
-        updates: the client's updates.
     """
 
     def __init__(self, session: ClientSession, updates: ClientUpdates) -> None:
@@ -159,7 +158,6 @@ class ClientGroup:
         Args:
             folder: the folder, on this host.
             label: the client's own name of the weights.
-            caller: who calls.
 
         Raises:
             Conflict: an update is under way, or has begun; if nothing has come of it yet, it fails.
@@ -195,9 +193,6 @@ class ClientGroup:
 
     async def remove_adapter(self, name: str) -> int:
         """Removes a LoRA adapter from all engines, and returns the version.
-
-        Args:
-            name: the adapter's name.
 
         Raises:
             Conflict: an update is under way.

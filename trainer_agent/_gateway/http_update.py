@@ -89,8 +89,6 @@ class HttpUpdate:
         """Has all engines check the tensors of the next call, unless they have.
 
         Args:
-            agent: asks them.
-            metas: the tensors.
             was_committed: whether the last update was, whose calls are known.
 
         Raises:
@@ -155,7 +153,6 @@ class ClientBroadcasts:
             agent: has the engines enter it.
             update: the client's update, which has failed; None: it has begun none.
             info: the call's ``update_info``.
-            error: the call's error.
         """
         if update is not None and (update.stage is HttpStage.LOADING or info == update.drained):
             return

@@ -39,16 +39,11 @@ async def serve(
     """Serves a group over HTTP during a block; yields the base URL.
 
     Args:
-        broker: the broker's address.
-        group: the group of engines.
-        host: the host name or address to listen on.
         port: the port; 0 chooses a free one.
-        keys: the keys for the broker.
         tokenizer: a tokenizer, for texts; None: none.
         api_key: the bearer token, or the password, that requests must have; empty: none.
         control_key: the one of the routes for training, which opens the others, too; empty: they
             need ``api_key``.
-        engine_api_key: the engines' own API key.
         silence_s: after how many seconds without a call a client's pause or update ends; None: no
             routes for training.
         allow_pickled_handles: whether pickled CUDA IPC handles are read, without running anything.

@@ -112,7 +112,6 @@ class ClientUpdates:
 
         Args:
             info: vLLM's ``init_info``.
-            caller: who calls.
 
         Raises:
             Conflict: another client's update is under way.

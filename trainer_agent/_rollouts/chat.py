@@ -70,14 +70,10 @@ async def ask_any(
     """Requests JSON from a routable engine, and from another one if that fails.
 
     Args:
-        pool: the engines.
-        http: the client's session.
-        path: the route.
         body: the JSON to POST. Default: a GET.
         avoid: names of engines to ask only if there are no others; those that fail are added.
         place: the session and the client of a request that computes on the engine. It waits for its
             turn, and two engines at most may fail it.
-        kind: the type of the answer.
 
     Returns:
         The answer; None if engines have no such route.
@@ -247,7 +243,6 @@ class Chat:
 
     Args:
         ask: requests JSON from an engine's route.
-        tokenizer: the client's tokenizer.
         request: the messages, and the other fields of vLLM's chat request.
         most_tokens: returns how many tokens the engines' model takes.
 
@@ -421,9 +416,7 @@ class Chat:
         """Returns what new tokens add to a message, the next state, and the tokens' names, or None.
 
         Args:
-            prompt: the tokens of the prompt.
             state: the state after the tokens before; None at the beginning.
-            tokens: the new tokens.
             delta: the same tokens, with their log-probabilities, and whether the choice has ended.
 
         Raises:

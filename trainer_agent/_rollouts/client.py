@@ -274,11 +274,11 @@ class RolloutClient(ChatClient):
                 bar.close()
 
     async def count_workers(self, *, include_dp: bool = True) -> int:
-        """Returns how many workers the engines have, as :func:`count_workers` does."""
+        """Returns how many workers a new transport reaches; ``include_dp``: of all DP ranks."""
         return await count_workers(self._connection, include_dp=include_dp)
 
     def finish_session(self, session_id: str) -> None:
-        """Ends a session, so that its engine has room for another one."""
+        """Ends the session ``session_id``, so that its engine has room for another one."""
         self._pool.router.finish_session(session_id)
 
     def _make(

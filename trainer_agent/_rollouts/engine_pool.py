@@ -115,7 +115,6 @@ class EngineQueue:
 
         Args:
             session: the request's session, or None.
-            sequences: how many sequences the request has.
             avoid: names of engines that failed the request, used only if there are no others.
             client: who asks; clients take turns.
 
@@ -175,7 +174,6 @@ class EngineQueue:
 
         Args:
             load: the engine, from :meth:`acquire`.
-            sequences: how many sequences the attempt had.
         """
         self.router.release(load, sequences)
         if self.router.engines.get(load.route.engine) is load:
@@ -273,7 +271,6 @@ class EnginePool(EngineQueue):
     """Assigns the routable engines of a group to requests, and watches for stalled engines.
 
     Args:
-        group: the group.
         connection: the rollout client's connection to the broker.
         stall_s: how long a running engine may take for the next token, in seconds; then the attempt
             is cancelled.

@@ -32,9 +32,6 @@ async def ask_each(
     An engine is left out if its status is not 200, or if it does not answer in time.
 
     Args:
-        pool: the engines.
-        http: the client's session.
-        path: the route.
         body: the JSON to POST. Default: a GET.
         timeout_s: how long an engine may take, in seconds.
     """
@@ -61,7 +58,6 @@ async def count_workers(connection: Connection, *, include_dp: bool) -> int:
     """Returns how many workers the engines have that a new transport would reach.
 
     Args:
-        connection: a connection to the broker.
         include_dp: whether each rank of a DP group counts; else one of each.
 
     Raises:

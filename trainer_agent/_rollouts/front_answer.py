@@ -62,7 +62,6 @@ class AnswerWriter:
     """Writes the answer to one request.
 
     Args:
-        request: the request.
         tokenizer: names tokens; None: they are named by their ids.
     """
 
@@ -89,10 +88,8 @@ class AnswerWriter:
         """Encodes an answer, or one event of a stream.
 
         Args:
-            choices: the choices.
             usage: how many tokens were used; None: not yet known.
             prompts: the token ids of the prompts of these choices; None: they are not shown.
-            fields: other fields of the answer.
         """
         rest: dict[str, Any] = {"choices": choices, "usage": usage, **fields}
         if prompts and self._request.with_ids:
@@ -115,10 +112,6 @@ class AnswerWriter:
         """Returns a choice, or a part of one, in the form that all routes share.
 
         Args:
-            index: the index of the choice in the answer.
-            part: its tokens.
-            text: its text.
-            message: its message, or a part of that.
             names: the names of the tokens, with their log-probabilities, as an engine gave them.
         """
         ids = part.token_ids if part is not None else ()
@@ -193,7 +186,6 @@ class StreamedText:
 
     Args:
         tokenizer: decodes tokens; None: there is no text.
-        stop: the stop strings.
 
     Attributes:
         sent: the number of characters that were sent.
@@ -221,10 +213,6 @@ class StreamedMessage:
 
     An engine that looks for reasoning reads the whole answer again for each part. So the parts grow
     with the answer, and their number only as its logarithm.
-
-    Args:
-        chat: the turn.
-        prompt: the tokens of the prompt.
 
     Attributes:
         failed: whether no engine could make the last part.
@@ -326,8 +314,6 @@ def ending(choice: Choice, message: Mapping[str, Any], *, is_named: bool = False
     """Returns what a choice has at its end: why it ended, and what is known of its tokens.
 
     Args:
-        choice: the choice.
-        message: its message.
         is_named: whether the request names the tool that is called. Then the choice has ended with
             ``stop``, as in OpenAI's API.
     """

@@ -103,9 +103,7 @@ class FrontRequest:
     """A parsed request.
 
     Args:
-        path: the route.
         header: the value of the session's header, if there is one.
-        raw: the body.
 
     Raises:
         UsageError: the text names the field at fault.

@@ -101,7 +101,6 @@ class RolloutRequest:
 
     Args:
         id: the request's id in engines' logs; each attempt adds its number.
-        prompt: the token ids of the prompt.
         asked: the caller's sampling parameters, without those that the client handles itself.
         params: the sampling parameters, checked and complete.
         on_inexact: what to do if an interrupted request can't continue exactly.
@@ -143,10 +142,6 @@ class RolloutRequest:
 
         Args:
             so_far: the output tokens of choice ``index``; empty if the attempt starts anew.
-            index: the index of the first choice to generate.
-            count: how many choices to generate.
-            limits: the limits of the engine.
-            attempt: the number of the attempt.
         """
         params = self.params
         sampling = dict(self.asked)
@@ -231,7 +226,6 @@ def make_request(
         on_inexact: what to do if an interrupted request can't continue exactly.
         decodes: whether the client has a tokenizer.
         extra: other fields of vLLM's request.
-        client_id: who asks.
         asked_id: the caller's own id of the request; empty: none.
 
     Raises:

@@ -36,9 +36,6 @@ class RolloutRun:
     """Runs one request until all of its choices are done.
 
     Args:
-        request: the request.
-        pool: the engines.
-        http: the HTTP session for requests to engines.
         tokenizer: decodes tokens to text; None: no text and no stop strings.
         deliver: called with the new tokens that have arrived at once. What it returns is awaited
             before more of the answer is read. These tokens can't be taken back, so with
@@ -333,10 +330,6 @@ async def _results(choices: Sequence[ChoiceState]) -> tuple[Choice, ...]:
 class _Blamed:
     """The engines that failed a request.
 
-    Args:
-        request_id: the request's id.
-        pool: the engines.
-
     Attributes:
         avoid: their names.
         last: how the last failed attempt ended, and on which engine.
@@ -355,8 +348,6 @@ class _Blamed:
         """Records that an engine's answer was cut off; the request avoids the engine afterwards.
 
         Args:
-            load: the engine.
-            cut: how the answer ended.
             begun_s: when the attempt began. Attempts that ran at the same time see one death.
             has_gained: whether the attempt gave a token. An engine that has given none since its
                 death, and has not returned to the routes, is still dying.

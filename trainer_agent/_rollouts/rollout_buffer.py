@@ -214,7 +214,7 @@ class RolloutBuffer(Generic[T]):
                 self._remove(rollout)
 
     async def take(self, count: int | None = None, *, in_order: bool = False) -> RolloutBatch[T]:
-        """Waits for finished samples and takes them, in the order in which their rollouts started.
+        """Waits for finished samples; returns them in the order in which their rollouts started.
 
         Args:
             count: how many samples to take. Default: ``samples_per_step``.

@@ -75,6 +75,6 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         return portal.call(client.abort_requests, request_ids)
 
     def finish_session(self, session_id: str) -> None:
-        """Ends a session, so that its engine has room for another one."""
+        """Ends a session, as :meth:`RolloutClient.finish_session` does."""
         portal, client = self._connected()
         portal.call(client.finish_session, session_id)

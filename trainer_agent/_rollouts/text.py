@@ -41,7 +41,6 @@ async def encode(tokenizer: Any, text: str, field: str, most: int) -> list[int]:
 
     Args:
         tokenizer: has a method ``encode``.
-        text: the text.
         field: the name of the text in errors.
         most: the greatest number of tokens that the model takes; 0: unknown.
 
@@ -113,11 +112,7 @@ def _text(part: Any, field: str) -> str:
 
 
 class HfTokenizer:
-    """A tokenizer of transformers that skips special tokens when it decodes, as vLLM does.
-
-    Args:
-        loaded: the tokenizer.
-    """
+    """A tokenizer of transformers that skips special tokens when it decodes, as vLLM does."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded

@@ -48,7 +48,6 @@ class CatchUp:
         steps: sends the requests of catch-ups only.
         transport: the trainer's transport, which engines close to open that of a catch-up.
         is_idle: returns whether the trainer has no update or pause under way.
-        make_sender: returns a new sender.
         chunk_bytes: as :class:`trainer_agent.TrainerAgent`.
         verify: as :class:`trainer_agent.TrainerAgent`.
     """

@@ -55,7 +55,6 @@ class Adapter:
         """Returns the params of :attr:`backend`, which name the backend that carries the tensors.
 
         Args:
-            backend: that backend's name.
             params: the parameters of its sender.
         """
         return encode(AdapterInit(backend, params, self.config))

@@ -70,7 +70,6 @@ class RankZero:
         """Reports to the other ranks that the update is committed, or that it failed.
 
         Args:
-            version: the committed version.
             error: why the update failed; the other ranks raise it. None: the update is committed.
         """
         if self._alone:
@@ -96,7 +95,6 @@ async def follow_rank_zero(connection: Connection, source: WeightSource, number:
     """Gathers an update's tensors with rank 0, and returns the committed version.
 
     Args:
-        connection: this rank's connection to the broker.
         source: this rank's part of the weights.
         number: the number of the update, as :class:`RankZero` counts.
 
@@ -115,7 +113,6 @@ async def wait_for_rank_zero(
     """Waits until rank 0 has reached a point of the update, and returns its message.
 
     Args:
-        connection: this rank's connection to the broker.
         number: the number of the update, as :class:`RankZero` counts.
         point: ``go``: all ranks gather tensors now. ``end``: the update is over.
 

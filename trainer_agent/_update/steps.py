@@ -45,7 +45,6 @@ class Steps:
     """Sends the requests of one trainer, and waits until all engines have answered.
 
     Args:
-        connection: the connection to the broker.
         lease_ms: how long engines stay paused if trainer and broker are both gone.
         timeout_s: how long one step may take.
 
@@ -90,7 +89,6 @@ class Steps:
 
         Args:
             update_id: the id of the pause, or of the update that needs it.
-            options: how to pause.
             scope: the DP groups to pause; empty: all.
         """
         return PauseLocal(

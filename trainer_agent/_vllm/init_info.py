@@ -34,7 +34,6 @@ def native_info(
     Args:
         engine: the trainer engine's name in vLLM.
         given: fields that the user sets, which take precedence.
-        rank: this trainer rank.
         world: the communicator's members; its address becomes ``master_address``, with a free port.
         meeting: the rendezvous from rank 0, which replaces that address on the other ranks.
 
@@ -106,10 +105,6 @@ def packed_bytes(engine: str, info: Any) -> int | None:
     """Returns the most bytes that a trainer engine sends per ``update_weights``.
 
     None if the trainer engine sends all tensors in one call.
-
-    Args:
-        engine: the trainer engine's name in vLLM.
-        info: its init info.
     """
     if engine == "ipc" and info.packed:
         size_bytes: int = info.packed_buffer_size_bytes

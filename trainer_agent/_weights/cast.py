@@ -34,7 +34,6 @@ class CastSource:
     both dtypes. Sharded tensors are gathered first, in the trainer's dtype.
 
     Args:
-        source: the source of the tensors.
         dtype: torch's name of the model's dtype, such as ``bfloat16``.
         kept: patterns of the names of tensors that engines keep in float32.
     """

@@ -46,7 +46,6 @@ class WeightsCopy:
 
         Args:
             first: the index of the first one among all tensors.
-            tensors: the tensors.
         """
         for place, tensor in enumerate(tensors, first):
             self._buffers[place].copy_(tensor)
@@ -94,7 +93,6 @@ class Snapshot:
         """Records the commit of ``version``.
 
         Args:
-            version: the version.
             copy: a copy of all its weights, from :meth:`begin`; None: they were not copied, so the
                 kept weights are outdated.
         """

@@ -61,9 +61,6 @@ class PairSource:
     """A source of stored tensors, for any number of passes.
 
     Sharded tensors are gathered when they are read.
-
-    Args:
-        pairs: the tensors, by name.
     """
 
     def __init__(self, pairs: Mapping[str, torch.Tensor]) -> None:

@@ -113,9 +113,6 @@ class FullTensors:
     """Reads whole tensors of a source that has the property form.
 
     Gives such a source the interface :class:`trainer_agent._weights.source.WeightSource`.
-
-    Args:
-        source: the source of that form.
     """
 
     def __init__(self, source: Any) -> None:
@@ -144,9 +141,6 @@ class LocalShards:
 
     Gives the source the interface :class:`trainer_agent._weights.source.WeightSource`; the metadata
     has the shapes of the shards.
-
-    Args:
-        source: the source, of either form.
     """
 
     def __init__(self, source: Any) -> None:

@@ -135,7 +135,6 @@ def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
 
     Args:
         field: the name of the message's field.
-        reported: the number in the message.
         known: the group's own number; 0 if nothing is known yet.
     """
     highest = known + MAX_JUMP if known else MAX_REPORTED
@@ -176,7 +175,6 @@ def outside_key(
     Args:
         keys: the authorised keys, with their roles.
         user: the key that the sender has proven to have.
-        kind: the message's class.
         joins_as: the role that a JOIN names; None: it is no JOIN.
     """
     role = keys.get(user)

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class FollowedRoutes:
-    """Keeps the routes of all groups that a watcher receives.
-
-    Args:
-        send: sends a message to the broker.
-    """
+    """Keeps the routes of all groups that a watcher receives."""
 
     def __init__(self, send: Callable[[RoutesRequest], object]) -> None:
         self._send = send

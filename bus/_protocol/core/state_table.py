@@ -25,7 +25,6 @@ class StateMachine(Generic[S, E]):
     Args:
         name: the state machine's name, for errors.
         transitions: its table: the next state for each state and event.
-        initial: the first state.
     """
 
     def __init__(self, name: str, transitions: Mapping[tuple[S, E], S], initial: S) -> None:
@@ -61,9 +60,6 @@ class IllegalTransition(ProtocolError):
     """Raised for an event that can't happen in this state: a bug in wavebus.
 
     Args:
-        machine: the state machine's name.
-        state: its state.
-        event: the event.
         story: the machine's last events, each with the state before it.
     """
 

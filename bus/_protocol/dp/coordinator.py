@@ -128,7 +128,6 @@ class DpCoordinator:
     Methods take events, and return effects.
 
     Args:
-        dp_group: the DP group's name on the bus.
         size: how many cores must subscribe before any of them gets a START.
     """
 
@@ -185,9 +184,7 @@ class DpCoordinator:
         """Handles a front end's notice that an idle DP group got a request.
 
         Args:
-            rank: the rank that got the request.
             wave: the number of the wave to start, as the front end knows it.
-            now_ms: the time.
             broker: True: a broker is connected, and is asked first. False: the wave starts at once.
         """
         if not self._go(_E.FIRST_REQ if broker else _E.ALONE):
@@ -206,10 +203,8 @@ class DpCoordinator:
         """Handles a core's report that a wave runs, and starts the other cores.
 
         Args:
-            wave: the number of the wave.
             rank: the rank that reports: the one that got the first request. Rank 0 also reports
                 that all ranks step, after a FIRST_REQ or after a resume that found requests.
-            now_ms: the time.
         """
         if wave < self.wave or (wave == self.wave and self.running):
             return []

@@ -54,9 +54,7 @@ class Restarts:
         Args:
             dp_group: the DP group, or the name of an engine that steps alone.
             ranks: its present ranks.
-            size: how many ranks the DP group has.
             text: the diagnosis.
-            now_ms: the time.
             whose: the rank that the diagnosis is about, as its prefix in the log and for sidecars.
 
         Returns:

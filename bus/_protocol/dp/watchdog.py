@@ -181,7 +181,6 @@ def describe_stall(
     Args:
         status: the core's last status page; None: none was reported.
         heard_ms: when the page was reported.
-        now_ms: the time.
         limit_ms: how long a core may be in one phase of one step.
     """
     if status is None or status.phase in ("", "idle"):

@@ -25,8 +25,6 @@ def require_probes(
 
     Args:
         way: how the pause treats requests while the probes run; empty: no canary, nothing to check.
-        names: the engines of the update.
-        registry: the group's engines.
         asleep: whether the group sleeps. Engines run no probes then.
 
     Raises:

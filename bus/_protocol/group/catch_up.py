@@ -132,7 +132,6 @@ class GroupVersion:
         """Computes the version from the engines' reports, unless a commit has set it.
 
         Args:
-            registry: the group's engines, with the versions that they report.
             engine: the engine that has joined, reported another version or left. Each such change
                 must be reported, because only this engine's DP group is counted again.
             is_lost: whether it has left.
@@ -195,9 +194,7 @@ def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dic
     """Returns the ready engines that an update is for, each with its DP group.
 
     Args:
-        registry: the group's engines.
         scope: the stale DP groups that catch up; empty: all DP groups.
-        version: the version that the group serves.
 
     Raises:
         Declined: the group has no version yet, or a DP group in ``scope`` is not stale or not

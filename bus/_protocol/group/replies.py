@@ -48,12 +48,7 @@ def done_ack(
     """Returns the answer to the trainer for a step that is done.
 
     Args:
-        barrier: the step's barrier.
-        pause: the group's pause.
-        update: the group's update.
-        version: the version that the group serves.
         left_out: the engines that could not take part.
-        now_ms: the time.
     """
     step = barrier.step
     in_pause = step in WINDOW_STEPS
@@ -111,8 +106,6 @@ def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]
     """Returns the log fields of a step that has failed.
 
     Args:
-        step: the step.
-        failure: why it has failed.
         chunk: the chunk's number; used only for the step ``chunk``.
     """
     fields: dict[str, object] = {

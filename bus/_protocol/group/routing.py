@@ -84,9 +84,6 @@ class Routing:
     """Decides one group's routes, and holds messages to engines that leave them.
 
     Args:
-        registry: the group's engines.
-        update: the group's update.
-        sleep: the group's sleep.
         hold_ms: how long the broker waits for watchers, in ms.
 
     Attributes:

@@ -73,7 +73,6 @@ def before_engines(message: Arm, pause: str) -> str:
     Engines are asked afterwards, and may have reasons of their own.
 
     Args:
-        message: the update's ARM.
         pause: the state of the group's pause, such as ``running``.
 
     Returns:

@@ -23,7 +23,6 @@ def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
 
     Args:
         rounds: the steps that engines have been asked for and have not all acknowledged.
-        now_ms: the time.
     """
     found: list[WaitView] = []
     for each in rounds:
@@ -41,8 +40,6 @@ def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> Grou
     """Returns a group's state for ``wavebus status``; changes nothing.
 
     Args:
-        group: the group.
-        now_ms: the current time, in ms.
         booting: sidecars whose engine is still starting, of all groups.
     """
     boots = [

@@ -65,7 +65,6 @@ class ChunkWindow:
     """Tracks the states of all chunks of one update.
 
     Args:
-        chunks: the number of chunks.
         depth: the number of buffers that the sender has.
         frees_early: True: a chunk's buffer is free as soon as the chunk's bytes are sent. False: it
             is free when every engine has applied the chunk.

@@ -31,9 +31,6 @@ class RankLiveness:
     also about other ranks.
 
     Args:
-        group: the DP group's name.
-        rank: this rank.
-        size: how many ranks there are.
         lost: called once, with the reason, when another rank is gone; 3 s later if that rank has
             announced that it leaves.
 

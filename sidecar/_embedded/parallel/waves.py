@@ -40,8 +40,6 @@ class RankWaves:
     """Decides when a rank of a DP group steps, and agrees with the others.
 
     Args:
-        rank: this rank.
-        size: how many ranks there are.
         interval: how many steps are between two agreements about who has work and who is paused.
 
     Attributes:
@@ -102,7 +100,6 @@ class RankWaves:
         together.
 
         Args:
-            wave: the wave's number.
             excluded: the rank for which the message is not meant; None: it is meant for all.
 
         Returns:
@@ -142,7 +139,6 @@ class RankWaves:
 
         Args:
             unfinished: how many ranks have requests that no pause holds.
-            paused: how many ranks are paused.
 
         Returns:
             A report for the coordinator, if the wave has ended or the other ranks must join it.

@@ -22,8 +22,6 @@ async def make_texts(
     names, if engines have no route for it.
 
     Args:
-        client: asks engines.
-        done: the completions.
         model: the model that the request names, or None.
 
     Raises:

@@ -50,7 +50,6 @@ class EngineRoutes:
     """The handlers of these routes.
 
     Args:
-        client: asks engines.
         tokenizer: the front's tokenizer; None: engines are asked.
 
     Attributes:

@@ -59,7 +59,6 @@ class PromptPart:
         """Adds the prompt to a choice of ``/v1/completions``.
 
         Args:
-            choice: the choice.
             name: makes the entry of a token from its id and its log-probability.
         """
         if self.logprobs is not None:
@@ -115,7 +114,6 @@ class PromptParts:
     """Finds what answers show of prompts.
 
     Args:
-        client: asks engines.
         tokenizer: the front's tokenizer, or None.
     """
 
@@ -127,9 +125,7 @@ class PromptParts:
         """Returns what the answer to a request shows of one of its prompts.
 
         Args:
-            asked: the request.
             given: the prompt as the client sent it: a text, or tokens.
-            prompt: its tokens.
 
         Raises:
             UsageError: engines can't do it; the text names the field.
