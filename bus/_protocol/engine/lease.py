@@ -6,8 +6,8 @@ the trainer, the broker or the connection is lost.
 
 The sidecar of an engine alone then undoes what the update has begun, and resumes the engine. The
 sidecar of a rank with peer ranks only undoes, and records on the lease page that the lease is over.
-The engine cores decide how the pause ends (:mod:`sidecar._lease_agreement`). The sidecar reads their
-decision on the page (:mod:`sidecar._pause_lease`).
+The engine cores decide how the pause ends (:mod:`sidecar._lease_agreement`). The sidecar reads
+their decision on the page (:mod:`sidecar._pause_lease`).
 
 Invariants:
 
