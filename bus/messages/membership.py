@@ -80,7 +80,6 @@ class EngineFacts(EngineProperties, frozen=True, kw_only=True):
         version: the version that the engine serves.
         phase: the engine's state.
         update_id: the pause or update to which ``phase`` refers; empty: none.
-        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
         closed: as in :class:`Heartbeat`.
         run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
             it has joined any group.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from bus._lora import removes_adapter
 from bus._manifest import NO_TENSORS, Manifest
 from bus._protocol.core.failures import Declined, decline
@@ -20,9 +22,9 @@ MANIFESTS_KEPT: Final = 4  # the model's, its draft's, and those of some adapter
 def by_digest(message: Message) -> Message:
     """Returns an ARM or ARM_PART with the digest in place of the tensors; any other unchanged."""
     if isinstance(message, Arm):
-        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
+        return structs.replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
     if isinstance(message, ArmPart):
-        return replace(message, names=(), dtypes=(), shapes=(), chunk_ends=())
+        return structs.replace(message, names=(), dtypes=(), shapes=(), chunk_ends=())
     return message
 
 

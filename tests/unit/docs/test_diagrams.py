@@ -15,6 +15,7 @@ from bus._protocol.group import pause, sleep, update
 from bus._protocol.trainer import chunk_window, pause_window
 from bus._protocol.trainer import update as trainer_update
 from bus.errors import UsageError
+from sidecar import _lease_agreement as lease_agreement
 from tests.support.diagrams import command, diagrams, fill_page, state_diagram
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def test_every_transition_of_every_machine_is_drawn() -> None:
         "trainer-pause": arrows_of(pause_window.TRANSITIONS),
         "engine-pause": arrows_of(engine_pause.TRANSITIONS),
         "engine-lease": arrows_of(lease.TRANSITIONS),
+        "lease-agreement": arrows_of(lease_agreement.TRANSITIONS),
         "engine-memory": arrows_of(memory.TRANSITIONS),
         "engine-update": arrows_of(update_states.TRANSITIONS),
     }

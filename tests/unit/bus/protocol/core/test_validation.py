@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from bus._lora import removal_backend
 from bus._manifest import NO_TENSORS
@@ -39,7 +40,7 @@ def test_a_manifest_is_known_by_its_digest(is_open: bool) -> None:
     """Whether more tensors may follow is each ARM's own word."""
     known: dict[str, Manifest] = {}
     assert manifest_of(make_arm("u1", MANIFEST), known) == MANIFEST
-    again = replace(digest_alone(MANIFEST), is_open=is_open)
+    again = structs.replace(digest_alone(MANIFEST), is_open=is_open)
     assert manifest_of(again, known) == replace(MANIFEST, is_open=is_open)
 
 
@@ -53,7 +54,7 @@ def test_another_digest_is_unknown() -> None:
 def test_tensors_are_compared_with_a_digest_that_is_known() -> None:
     """Neither the sender's word nor that of an earlier ARM makes them the digest's."""
     known = {MANIFEST.digest: MANIFEST}
-    wrong = replace(make_arm("u1", OTHER), digest=MANIFEST.digest)
+    wrong = structs.replace(make_arm("u1", OTHER), digest=MANIFEST.digest)
     assert code_of(wrong, known) is NackCode.MANIFEST_REFUSED
     assert manifest_of(digest_alone(MANIFEST), known) == MANIFEST
 
@@ -66,12 +67,12 @@ def test_few_manifests_are_kept_and_no_patch() -> None:
         manifest_of(make_arm("u1", manifest), known)
     patch = replace(MANIFEST, counts=(1, 1))
     backend = "vllm:sparse_nccl"
-    manifest_of(replace(make_arm("u1", patch, base=3), backend=backend), known)
+    manifest_of(structs.replace(make_arm("u1", patch, base=3), backend=backend), known)
     assert list(known.values()) == kept
     assert code_of(digest_alone(MANIFEST), known) is NackCode.MANIFEST_UNKNOWN
 
 
 def test_no_tensors_are_known_to_all() -> None:
     """They are those of a removal."""
-    arm = replace(digest_alone(NO_TENSORS), backend=removal_backend("policy"))
+    arm = structs.replace(digest_alone(NO_TENSORS), backend=removal_backend("policy"))
     assert manifest_of(arm, {}) == NO_TENSORS
