@@ -200,7 +200,11 @@ class EngineDead(EngineError):
 
 
 def wrong_state(detail: str) -> EngineError:
-    """Returns the refusal of a call that an engine can't carry out in its present state."""
+    """Returns the refusal of a call that an engine can't carry out in its present state.
+
+    Args:
+        detail: what was expected, what was found, and what to do.
+    """
     return EngineError(detail, code=NackCode.WRONG_STATE)
 
 

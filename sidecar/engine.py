@@ -24,12 +24,24 @@ from bus.messages import (
     Target,
 )
 from bus.operations import Done, Drain, Extend, UpdateOperation
+from sidecar._shared_pages.core_status import CoreStatusView
+from sidecar._shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sidecar._shared_pages.core_status import CoreStatusView
-    from sidecar._shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
+# With what an engine of one's own is given and returns.
+__all__ = [
+    "AbandonedPause",
+    "CoreStatusView",
+    "Engine",
+    "EngineInfo",
+    "LeaseOutcome",
+    "PauseLease",
+    "answers_within",
+    "require_model",
+    "unsupported",
+]
 
 # How long a booted engine may take to answer the calls of a starting sidecar.
 START_ANSWER_S: Final = 120.0

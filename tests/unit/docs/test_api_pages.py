@@ -85,6 +85,8 @@ def shown_homes() -> list[str]:
 
 def test_pages_show_nothing_from_inside() -> None:
     assert SHOWN
+    homes = [name.rpartition(".") for name in shown_homes() if name not in MODULES]
+    assert [name for module, _, name in homes if name not in made_in(module)] == []
     assert [name for name in SHOWN if is_inside(name)] == []
     assert sorted({name for name in SHOWN if SHOWN.count(name) > 1}) == []
 
