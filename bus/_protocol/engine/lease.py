@@ -12,7 +12,10 @@ their decision on the page (:mod:`sidecar._pause_lease`).
 Invariants:
 
 - A sidecar resumes a rank only on the broker's request. So no rank resumes alone.
-- While the cores may decide, the sidecar begins no update and no other pause.
+- While the cores may decide, the sidecar begins no update.
+- A new pause begins a new lease, which takes the core's vote back. If the cores had decided before,
+  they resume all the same. Then the sidecar refuses what would change weights, and reports that the
+  engine runs (:meth:`sidecar._pause_lease.PauseLeaseWriter.require_held`).
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _S, _E = LeaseState, LeaseEvent
 TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.FREE, _E.PAUSE_TAKEN): _S.HELD,
     (_S.HELD, _E.PAUSE_TAKEN): _S.HELD,  # its time begins anew
-    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # with peer ranks, it waits for the cores' decision
+    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # with peer ranks, the core takes its vote back
     (_S.SETTLED, _E.PAUSE_TAKEN): _S.HELD,
     (_S.HELD, _E.RAN_OUT): _S.OVER,  # the update is given up: restored, or partial
     # The engine lacks weights: it stays paused, and its requests are ended.
@@ -125,5 +128,5 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def is_decided_by_cores(self) -> bool:
-        """Whether cores may end the pause at any time: no update or other pause may begin."""
+        """Whether cores may end the pause at any time: no update may begin."""
         return self.has_peers and self.state is _S.OVER

@@ -117,11 +117,10 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
 
     def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[c.SessionEffect]:
         """Executes PAUSE_LOCAL: pauses the engine, or strengthens the pause that it is in."""
-        waits = self._lease.is_decided_by_cores and message.update_id != self.update_id
-        if self.state is _S.RESUMING or waits:
+        if self.state is _S.RESUMING:
             self._next = (msg_id, message)
             return []
-        if not self._lease.is_decided_by_cores:
+        if not self._lease.is_decided_by_cores or message.update_id != self.update_id:
             self._lease.begin(float(message.lease_ms), now_ms)
         begins = self.state in (_S.RUNNING, _S.UNKNOWN)
         if begins or message.update_id != self.update_id:

@@ -14,7 +14,7 @@ import anyio
 import pytest
 from anyio.from_thread import BlockingPortal
 
-from tests.support.interrupts import waits_for_a_lock
+from tests.support.interrupts import waits_for_a_future
 from tests.support.procs import ROOT
 from trainer_agent._bus_thread import BusThread
 
@@ -111,7 +111,7 @@ def test_a_signal_that_another_thread_receives_interrupts_a_call(
             work, caller = thread.client.work, threading.get_ident()
 
             async def interrupting() -> None:
-                while not waits_for_a_lock(caller):  # noqa: ASYNC110 - no event tells
+                while not waits_for_a_future(caller):  # noqa: ASYNC110 - no event tells
                     await anyio.sleep(0.01)
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)
                 await work()
@@ -130,7 +130,7 @@ def test_a_signal_that_another_thread_receives_ends_connecting_and_closing(where
     caller, ended = threading.get_ident(), list[str]()
 
     async def interrupting(self: Client, *_: object) -> Client:
-        while not waits_for_a_lock(caller):  # noqa: ASYNC110 - no event tells
+        while not waits_for_a_future(caller):  # noqa: ASYNC110 - no event tells
             await anyio.sleep(0.01)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         try:

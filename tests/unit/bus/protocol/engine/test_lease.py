@@ -161,20 +161,18 @@ def test_while_cores_decide_no_update_begins() -> None:
     assert nack_in(driver.command(UpdateStart("u2"))).code is NackCode.WRONG_STATE
 
 
-def test_while_cores_decide_no_other_pause_begins() -> None:
-    """It waits; the broker's resume ends the wait."""
+def test_another_pause_takes_the_decision_from_the_cores() -> None:
+    """Its lease takes this rank's vote back. A repetition of the pause whose lease is over doesn't:
+    the cores complete it."""
     driver = rank().paused()
     driver.tick(OVER_MS)
-    assert driver.command(LATER) == []
-    driver.command(Resume("u1"))
-    effects = driver.returned()
-    acked = [each.message for each in effects if isinstance(each, Send)]
-    assert [(each.step, each.update_id) for each in acked if isinstance(each, Ack)] == [
-        (Step.RESUME, "u1"),
-        (Step.PAUSE_LOCAL, "u2"),
-    ]
-    assert driver.calls[-1] == CallPause("keep", True)
+    driver.command(PAUSE)
+    assert driver.session.held_for_ms(OVER_MS + 1) == -1
+    [acked] = [each.message for each in driver.command(LATER) if isinstance(each, Send)]
+    assert isinstance(acked, Ack)
+    assert (acked.step, acked.update_id) == (Step.PAUSE_LOCAL, "u2")
     assert driver.session.lease.state is LeaseState.HELD
+    assert driver.session.held_for_ms(OVER_MS + 1) > 0
 
 
 def test_a_pause_that_waited_is_forgotten_when_the_core_ends_its_own() -> None:
