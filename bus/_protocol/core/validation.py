@@ -44,7 +44,7 @@ def manifest_of(message: Arm, known: dict[str, Manifest]) -> Manifest:
     if message.names:
         columns = message.names, message.dtypes, message.shapes, message.chunk_ends
         try:
-            manifest = Manifest(*columns, message.counts)
+            manifest = Manifest(*columns, message.counts, message.is_cast, message.is_open)
         except ValueError as error:
             raise _contradiction(message, error) from error
     _check_digest(message, manifest)
@@ -56,11 +56,13 @@ def manifest_of(message: Arm, known: dict[str, Manifest]) -> Manifest:
     if bool(manifest.counts) is not is_patching(message.backend):
         sent = "patches" if manifest.counts else "whole sets of weights"
         raise decline(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
+    if (manifest.is_cast, manifest.is_open) != (message.is_cast, message.is_open):
+        manifest = replace(manifest, is_cast=message.is_cast, is_open=message.is_open)
     if message.names and not manifest.counts:
         known[manifest.digest] = manifest
         for oldest in list(known)[:-MANIFESTS_KEPT]:
             del known[oldest]
-    return replace(manifest, is_cast=message.is_cast, is_open=message.is_open)
+    return manifest
 
 
 def part_of(known: Manifest, message: ArmPart) -> tuple[Manifest, Manifest]:

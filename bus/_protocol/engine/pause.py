@@ -64,9 +64,9 @@ class EnginePauseEvent(StrEnum):
 _S, _E = EnginePauseState, EnginePauseEvent
 
 # Beside each row: the engine call, or the answer. A command that has to wait is queued:
-# RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while cores decide how this pause ends
-# (:mod:`bus._protocol.engine.lease`). So is what a PAUSE_LOCAL in PAUSING wants dropped beyond the
-# pause under way. When the time of a `wait` is over, pause(escalate) is called beside it.
+# RESUME in PAUSING; PAUSE_LOCAL in RESUMING. So is what a PAUSE_LOCAL in PAUSING wants dropped
+# beyond the pause under way. When the time of a `wait` is over, pause(escalate) is called beside
+# it.
 # A PAUSE_LOCAL with `one_phase` is PAUSE_LOCAL without its ack, followed by PAUSE_GLOBAL.
 TRANSITIONS: Final[dict[tuple[EnginePauseState, EnginePauseEvent], EnginePauseState]] = {
     # pause(mode, clear_cache); ack pause_local when it is issued.
@@ -177,9 +177,16 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         """Repeats a failed pause call, which may have paused the engine; waits for no requests."""
         made = self.effective_call
         mode: PauseMode = "abort" if made.mode == "abort" else "keep"
-        self._begin(
-            0, _unrequested_pause(self.update_id, mode, clear_cache=made.clear_cache), now_ms
+        again = PauseLocal(
+            self.update_id,
+            mode,
+            made.clear_cache,
+            lease_ms=0,
+            timeout_ms=0,
+            wait_ms=0,
+            escalate="keep",
         )
+        self._begin(0, again, now_ms)
 
     @property
     def effective_call(self) -> c.CallPause:
@@ -349,11 +356,3 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             outcome=self._outcome,
             waited_for=self._waited_for,
         )
-
-
-def _unrequested_pause(
-    pause_id: str, mode: PauseMode = "keep", *, clear_cache: bool = False
-) -> PauseLocal:
-    return PauseLocal(
-        pause_id, mode, clear_cache, lease_ms=0, timeout_ms=0, wait_ms=0, escalate="keep"
-    )

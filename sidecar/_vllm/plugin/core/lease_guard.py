@@ -149,14 +149,14 @@ class LeaseGuard:
         self.page = PauseLeasePage.make(path)
         Finalize(self, functools.partial(self.page.path.unlink, missing_ok=True), exitpriority=0)
         self._core = core
-        self._size = int(getattr(core, "dp_size", 1))
         self._prepared = 0  # serial of the lease whose update was undone
         self._said = ""
         self._warned = ""
         self._asked = False  # the core is about to check the lease
         self.rank: RankLease | None = None
-        if self._size > 1:
-            votes = LeaseAgreement(int(core.dp_rank), self._size, core.dp_store)
+        size = int(getattr(core, "dp_size", 1))
+        if size > 1:
+            votes = LeaseAgreement(int(core.dp_rank), size, core.dp_store)
             self.rank = RankLease(LockstepRank(core, self), self.page, votes, self._say)
 
     def run(self) -> None:

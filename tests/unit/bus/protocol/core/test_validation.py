@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from bus._lora import removal_backend
-from bus._manifest import NO_TENSORS
+from bus._manifest import NO_TENSORS, Manifest
 from bus._protocol.core.failures import Declined
 from bus._protocol.core.validation import MANIFESTS_KEPT, by_digest, manifest_of
 from bus.messages import Arm, NackCode
@@ -42,6 +42,15 @@ def test_a_manifest_is_known_by_its_digest(is_open: bool) -> None:
     assert manifest_of(make_arm("u1", MANIFEST), known) == MANIFEST
     again = structs.replace(digest_alone(MANIFEST), is_open=is_open)
     assert manifest_of(again, known) == replace(MANIFEST, is_open=is_open)
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_an_armed_manifest_is_used_again_with_its_digest(is_cast: bool) -> None:
+    """It is neither checked nor digested once more."""
+    known: dict[str, Manifest] = {}
+    armed = manifest_of(structs.replace(make_arm("u1", MANIFEST), is_cast=is_cast), known)
+    assert armed.is_cast is is_cast
+    assert manifest_of(structs.replace(digest_alone(MANIFEST), is_cast=is_cast), known) is armed
 
 
 def test_another_digest_is_unknown() -> None:
