@@ -15,6 +15,7 @@ TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same modules: each is compiled once, whatever is set outside.
 export PYTHONDONTWRITEBYTECODE :=
+slow chaos soak bench: export PYTEST_TIMEOUT := 7200
 
 .PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench docs clean \
 	ci-next

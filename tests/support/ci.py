@@ -4,9 +4,13 @@
 :mod:`tests.support.sampling` does not choose. With ``WAVEBUS_SAMPLE_ALL=1``, for the newest vLLM,
 this holds for all tests, unless an adapter to vLLM has changed: then none is left out.
 
-``WAVEBUS_CI``, a folder, has each test that fails run once more, alone, when the others have ended.
-Those that pass then are flaky: they fail nobody. The folder's files ``sampled``, ``flaky`` and
-``passed`` are what ``.ci/run`` prints at its end, and what mutants need not run again.
+A change of more than ``LARGE`` files touches nearly every test: CI runs half of what it touches.
+Whoever makes such a change runs ``make slow`` and ``make mutants``.
+
+``WAVEBUS_CI``, a folder, has each test that fails named at once, and run once more, alone, when the
+others have ended. Those that pass then are flaky: they fail nobody. The folder's files ``sampled``,
+``flaky`` and ``passed`` are what ``.ci/run`` prints at its end, and what mutants need not run
+again.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 PARTS: Final = 3  # of the tests marked `ci`
+LARGE: Final = 300  # changed files
 MOST_AGAIN: Final = 40
 FOLDER: Final = "WAVEBUS_CI"
 LAST: Final = "WAVEBUS_CI_LAST"  # of the second run: there is no third
@@ -55,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if commit := os.environ.get("WAVEBUS_SAMPLE"):
         config.pluginmanager.register(Sample(commit))
     if os.environ.get(FOLDER) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SecondRuns())
+        config.pluginmanager.register(SecondRuns(config))
 
 
 class Sample:
@@ -65,6 +70,7 @@ class Sample:
         self._commit = commit
         self._changed = changed_files(commit, root)
         self._touch = Touch(self._changed, root)
+        self._is_large = len(self._changed) > LARGE
         self._all = os.environ.get("WAVEBUS_SAMPLE_ALL") == "1"
 
     @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -85,12 +91,13 @@ class Sample:
             config.hook.pytest_deselected(items=left)
         worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
         if worker == "gw0":
+            half = ", half of it" if self._is_large else ""
             record(
                 "sampled",
                 (
                     f"{kind}: {number - counts[kind, '']} of {number} run: "
                     f"{counts[kind, 'sampled']} by the commit's hash, "
-                    f"{counts[kind, 'touched']} for what {len(self._changed)} files touch"
+                    f"{counts[kind, 'touched']} for what {len(self._changed)} files touch{half}"
                     for (kind, which), number in counts.items()
                     if which == "all"
                 ),
@@ -116,13 +123,16 @@ class Sample:
             return "", "not sampled"
         if is_sampled(item.nodeid, self._commit, parts):
             return kind, "sampled"
+        if touched and self._is_large:
+            touched = is_sampled(item.nodeid, self._commit, 2)
         return kind, "touched" if touched else ""
 
 
 class SecondRuns:
     """Runs what failed once more, and tells what is flaky."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._failed: dict[str, list[pytest.TestReport]] = {}
         self._passed: set[str] = set()
         self._flaky: list[str] = []
@@ -130,6 +140,7 @@ class SecondRuns:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._failed.setdefault(report.nodeid, []).append(report)
+            self._name_failure(report)
         elif report.passed and report.when == "call":
             self._passed.add(report.nodeid)
 
@@ -156,6 +167,14 @@ class SecondRuns:
         record("flaky", self._flaky)
         if os.environ.get("WAVEBUS_SAMPLE_ALL") != "1":  # mutants run on the older vLLM
             record("passed", sorted(self._passed - self._failed.keys()))
+
+    def _name_failure(self, report: pytest.TestReport) -> None:
+        """A run that is ended from outside, as by CI's time limit, never prints its summary."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        reason = report.longreprtext.strip().rpartition("\n")[2]
+        reporter.ensure_newline()
+        reporter.write_line(f"{report.when} of {report.nodeid} failed: {reason}")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for test in self._flaky:

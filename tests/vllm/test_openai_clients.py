@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -400,14 +399,12 @@ def test_an_agent_calls_its_tools_while_weights_are_updated(served: Served) -> N
         updates = 0
         async with TrainerAgent(served.broker) as trainer:
             await trainer.wait_for_engines(2)
-            with ThreadPoolExecutor(AGENTS) as threads:
-                loop = asyncio.get_running_loop()
-                agents = [loop.run_in_executor(threads, work, number) for number in range(AGENTS)]
-                while not all(each.done() for each in agents):
-                    updates += 1
-                    await trainer.update_weights(perturbed(served.weights, updates))
+            under_way = asyncio.gather(*(asyncio.to_thread(work, each) for each in range(AGENTS)))
+            while not under_way.done():
+                updates += 1
+                await trainer.update_weights(perturbed(served.weights, updates))
             await trainer.update_weights(served.weights)
-        for steps in await asyncio.gather(*agents):
+        for steps in await under_way:
             errors = [each.error for each in steps if each.error]
             assert all("max steps" in str(each) for each in errors), errors
             calls = [call.name for each in steps for call in each.tool_calls or ()]

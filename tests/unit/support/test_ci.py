@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ci import FOLDER, MOST_AGAIN, without_ci
+from tests.support.ci import FOLDER, LARGE, MOST_AGAIN, without_ci
 from tests.support.sampling import is_sampled
 from tests.unit.support._repository import Repository
 
@@ -141,14 +141,21 @@ def test_where_many_fail_none_is_flaky(project: Path) -> None:
     assert files["flaky"] == []
 
 
-def a_project(folder: Path, changed: str) -> str:
-    """Its last commit, 13 hours after the first, changes one file; return that commit's hash."""
+def test_a_failure_is_named_before_the_others_end(project: Path) -> None:
+    """A run that CI ends at its time limit prints no summary."""
+    _, output, _ = run(project, "test_broken or many")
+    assert "call of test_it.py::test_broken failed: test_it.py" in output.partition("FAILURES")[0]
+
+
+def a_project(folder: Path, changed: str, others: int = 0) -> str:
+    """The last commit, 13 hours after the first, changes one file and adds others."""
     (folder / "ci").mkdir()
     repository = Repository(folder)
     markers = "[pytest]\nmarkers =\n    ci\n    one_in\n"
     repository.commit({"tests/test_it.py": SAMPLED, "conftest.py": CONFTEST, "pytest.ini": markers})
     text = f"{SAMPLED}\n" if changed.endswith(".py") else "x"
-    commit = repository.commit({changed: text}, hours=13)
+    more = {f"more/{number}.txt": "" for number in range(others)}
+    commit = repository.commit({changed: text, **more}, hours=13)
     (folder / "commit").write_text(commit)
     return commit
 
@@ -165,11 +172,14 @@ def test_a_sample_may_be_empty(tmp_path: Path, options: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")])
-@pytest.mark.parametrize("changed", ["README.md", "tests/test_it.py", "3.patch"])
+@pytest.mark.parametrize(
+    ("changed", "others"),
+    [("README.md", 0), ("tests/test_it.py", 0), ("tests/test_it.py", LARGE), ("3.patch", 0)],
+)
 def test_a_sample_is_run_and_counted(
-    tmp_path: Path, options: tuple[str, ...], changed: str
+    tmp_path: Path, options: tuple[str, ...], changed: str, others: int
 ) -> None:
-    commit = a_project(tmp_path, changed)
+    commit = a_project(tmp_path, changed, others)
     code, output, files = run(tmp_path, "test", *options, "-rA")
     assert code == 0, output
     ran = set(re.findall(r"^PASSED (\S+)", output, re.MULTILINE))
@@ -182,11 +192,13 @@ def test_a_sample_is_run_and_counted(
     by_hash = [len(ci), len(mutants)]
     if changed == "3.patch":
         mutants.add("tests/test_it.py::test_mutant[3]")
-    if changed.endswith(".py"):
+    if others:
+        ci |= sample("test_ci", 2)
+    elif changed.endswith(".py"):
         ci = {f"tests/test_it.py::test_ci[{number}]" for number in range(30)}
     assert ran == {*ci, *mutants, "tests/test_it.py::test_other"}
     assert files["sampled"] == [
         f"{kind}: {len(names)} of 30 run: {hashed} by the commit's hash, "
-        f"{len(names) - hashed} for what 1 files touch"
+        f"{len(names) - hashed} for what {1 + others} files touch{', half of it' if others else ''}"
         for kind, names, hashed in zip(("marked ci", "tests"), (ci, mutants), by_hash, strict=True)
     ]
