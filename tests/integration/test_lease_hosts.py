@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,48 +18,29 @@ import pytest
 from sidecar._shared_pages.pause_lease import PauseLease, PauseLeasePage, deadline_ns, lease_path
 from tests.integration.conftest import TIMES
 from tests.support.checkpoints import Checkpoint, make_checkpoint
-from tests.support.procs import ROOT, Proc
+from tests.support.hosts import Host, two_hosts
+from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ADDRESSES = ("10.211.77.1", "10.211.77.2")
 LEASE_MS = 1000.0
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two network namespaces, linked with each other alone."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip")
-    tag = uuid.uuid4().hex[:8]
-    names = [f"wavebus-{tag}-{rank}" for rank in range(2)]
-    links = [f"wb{tag}{rank}" for rank in range(2)]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        there = ("peer", "name", links[1], "netns", names[1])
-        ip("link", "add", links[0], "netns", names[0], "type", "veth", *there)
-        for name, link, address in zip(names, links, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            for each in ("lo", link):
-                ip("-n", name, "link", "set", each, "up")
-        yield names
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as made:
+        yield made
 
 
 @contextlib.contextmanager
-def rank(number: int, host: str, page: Path) -> Iterator[subprocess.Popen[str]]:
+def rank(number: int, hosts: list[Host], page: Path) -> Iterator[subprocess.Popen[str]]:
     """The process of one rank, on its host."""
     module = ("-m", "tests.integration._lease_rank")
-    words = [str(number), ADDRESSES[0], ADDRESSES[number], str(page)]
+    words = [str(number), hosts[0].address, hosts[number].address, str(page)]
     process = subprocess.Popen(
-        ["ip", "netns", "exec", host, sys.executable, *module, *words],
+        hosts[number].command(sys.executable, *module, *words),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -87,7 +66,7 @@ def lines_until(process: subprocess.Popen[str], last: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sidecars", ["live", "one is dead"])
 def test_ranks_on_two_hosts_resume_once_and_together(
-    hosts: list[str], tmp_path: Path, sidecars: str
+    hosts: list[Host], tmp_path: Path, sidecars: str
 ) -> None:
     """Trainer and broker are gone, so nobody renews: also if a sidecar is gone with them."""
     folders = [tmp_path / str(number) for number in range(2)]
@@ -95,10 +74,7 @@ def test_ranks_on_two_hosts_resume_once_and_together(
     for folder in folders:
         folder.mkdir()
     with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(rank(number, host, pages[number]))
-            for number, host in enumerate(hosts)
-        ]
+        ranks = [stack.enter_context(rank(number, hosts, pages[number])) for number in range(2)]
         for each in ranks:
             lines_until(each, "paused")
         dead = subprocess.Popen(["true"])
@@ -129,10 +105,6 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=8, experts=4)
 
 
-def on(host: str, *words: str) -> Proc:
-    return Proc("ip", "netns", "exec", host, *words, env={"WAVEBUS_INSECURE": "1"})
-
-
 ASK = """
 import sys
 from tests.integration.test_killed import generate
@@ -141,33 +113,40 @@ print(len(generate(sys.argv[1])))
 
 
 @pytest.mark.slow
-def test_embedded_ranks_on_two_hosts_generate_again(hosts: list[str], moe: Checkpoint) -> None:
+def test_embedded_ranks_on_two_hosts_generate_again(hosts: list[Host], moe: Checkpoint) -> None:
     """With their sidecars; the broker and the trainer are killed in a pause of both."""
-    first, _ = ADDRESSES
+    first, _ = hosts
     wavebus = (sys.executable, "-m", "bus._cli.main")
     with contextlib.ExitStack() as stack:
-        listen = ("--listen", f"tcp://{first}:*", *TIMES)
-        broker = stack.enter_context(on(hosts[0], *wavebus, "broker", *listen))
+        listen = ("--listen", f"tcp://{first.address}:*", *TIMES)
+        broker = stack.enter_context(first.start(*wavebus, "broker", *listen))
         address = broker.first_line()
-        for number, (host, own) in enumerate(zip(hosts, ADDRESSES, strict=True)):
-            which = ("--dp-rank", str(number), "--dp-master", f"{first}:29513", "--host", own)
+        for number, host in enumerate(hosts):
+            which = (
+                "--dp-rank",
+                str(number),
+                "--dp-master",
+                f"{first.address}:29513",
+                "--host",
+                host.address,
+            )
             words = ("--dp-size", "2", "--dp-group", "moe", *which, "--model", str(moe.folder))
             bus = ("--broker", address)
-            rank = on(host, *wavebus, "sidecar", *bus, "--engine", "embedded", *words)
+            rank = host.start(*wavebus, "sidecar", *bus, "--engine", "embedded", *words)
             stack.enter_context(rank)
         for _ in range(2):
             broker.wait_event("peer_joined", role="engine")
         script = ROOT / "tests" / "support" / "held_pause.py"
-        shown = on(hosts[0], *wavebus, "status", "--broker", address, "--json")
+        shown = first.start(*wavebus, "status", "--broker", address, "--json")
         stack.enter_context(shown)
         assert shown.process.stdout is not None
         status = json.loads(shown.process.stdout.read())
         endpoints = [each["endpoint"] for each in status["groups"][0]["engines"]]
-        trainer = stack.enter_context(on(hosts[0], sys.executable, str(script), address))
+        trainer = stack.enter_context(first.start(sys.executable, str(script), address))
         assert trainer.first_line() == "paused"
         broker.kill()
         trainer.kill()
         assert len(endpoints) == 2
         for endpoint in endpoints:
-            asks = stack.enter_context(on(hosts[0], sys.executable, "-c", ASK, endpoint))
+            asks = stack.enter_context(first.start(sys.executable, "-c", ASK, endpoint))
             assert asks.first_line() == "8"
