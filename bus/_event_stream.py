@@ -30,5 +30,5 @@ class EventStream:
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > _LINE_BYTES:
-            raise ValueError(f"a line of more than {_LINE_BYTES} bytes")
+            raise ValueError(f"the event stream has a line of more than {_LINE_BYTES} bytes")
         return [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]

@@ -37,14 +37,14 @@ def check_name(value: str, option: str) -> str:
     """Returns ``value`` if it is a valid name of a peer or group.
 
     Args:
-        option: the option that the error's text names, such as ``--group``.
+        option: the option or field that the error names, such as ``--group``.
 
     Raises:
         UsageError: the name is invalid.
     """
     if not _NAME.fullmatch(value):
         raise UsageError(
-            f"{option}={value!r}: 1 to 128 letters, digits and . _ : / -, "
+            f"{option}={value!r} is not a valid name: use 1 to 128 letters, digits and . _ : / -, "
             "starting with a letter or digit"
         )
     return value

@@ -1,7 +1,7 @@
-"""Says which tensors of a cast manifest an engine keeps in float32, from the engine to the trainer.
+"""Writes and reads the refusal ``dtype_kept``, with which an engine names its float32 tensors.
 
-The refusal ``dtype_kept`` has their names as patterns, in which ``*`` stands for a number: the
-tensors of all layers and experts have one.
+The trainer has cast these tensors to the dtype of the model. The refusal has their names as
+patterns, in which ``*`` stands for a number, so the same tensor of all layers has one pattern.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEAD: Final = "kept in float32: "
-_MAX_CHARS: Final = 1800  # an engine's error is cut behind that; the next refusal has the rest
+_MAX_CHARS: Final = 1800  # longer errors are cut; the next refusal has the rest
 
 
 def pattern_of(name: str) -> str:
@@ -26,21 +26,21 @@ def pattern_of(name: str) -> str:
 
 
 def kept_refusal(names: Iterable[str]) -> EngineError:
-    """Returns the refusal of a manifest whose cast loses what the engine keeps.
+    """Returns the error for a manifest with cast tensors that the engine keeps in float32.
 
     Args:
         names: the tensors that the engine keeps in float32.
     """
     listed = list(names)
     patterns = list(dict.fromkeys(map(pattern_of, listed)))
-    said = _HEAD + patterns[0]
+    detail = _HEAD + patterns[0]
     for each in patterns[1:]:
-        if len(said) + len(each) < _MAX_CHARS:
-            said += f", {each}"
-    return EngineError(said, code=NackCode.DTYPE_KEPT, tensor=listed[0])
+        if len(detail) + len(each) < _MAX_CHARS:
+            detail += f", {each}"
+    return EngineError(detail, code=NackCode.DTYPE_KEPT, tensor=listed[0])
 
 
 def kept_patterns(detail: str) -> frozenset[str]:
-    """Returns the patterns in the detail of a refusal; of any other text, none."""
+    """Returns the name patterns in the detail of a ``dtype_kept`` refusal; else none."""
     _, head, patterns = detail.partition(_HEAD)
     return frozenset(patterns.split(", ")) if head else frozenset()

@@ -1,4 +1,4 @@
-"""CURVE keys: key files, the broker's folder of keys, and keys of peers' connections.
+"""Reads and writes CURVE keys: key files, the broker's folder of keys, and a peer's keys.
 
 `wavebus keygen NAME --role ROLE` writes ``NAME.secret``, which stays with its owner, and
 ``NAME.pub``. Both are TOML::
@@ -135,7 +135,7 @@ def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
             raise
     except FileExistsError as error:
         raise UsageError(
-            f"{error.filename} is there already, and no key is overwritten; choose another name"
+            f"{error.filename} exists already, and no key is overwritten; choose another name"
         ) from error
     except OSError as error:
         raise UsageError(f"--output {folder}: {error.strerror}") from error
@@ -152,7 +152,7 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
     """Reads one key file.
 
     Args:
-        secret: True: the file must have a secret key. False: a public file will do.
+        secret: True: the file must have a secret key. False: a public file is enough.
         option: the command's option that the error's text names; empty: none.
 
     Raises:
@@ -170,13 +170,13 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
         fields = tomllib.loads(data[:_MAX_FILE_BYTES].decode())
         found = msgspec.convert(fields, _KeyFile)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise UsageError(f"{where}: not a file of `wavebus keygen`") from error
+        raise UsageError(f"{where} is not a key file; make one with `wavebus keygen`") from error
     if found.role not in ROLES:
-        raise UsageError(f"{where}: role {found.role!r} is none of {', '.join(ROLES)}")
+        raise UsageError(f"{where} has role {found.role!r}; a role is one of {', '.join(ROLES)}")
     if secret and not found.secret_key:
-        raise UsageError(f"{where}: a public file; the secret one ends in {SECRET}")
+        raise UsageError(f"{where} is a public key file; give the file that ends in {SECRET}")
     if found.secret_key and mode & _OTHERS:
-        raise UsageError(f"{where}: others may read this secret; chmod 600 {path}")
+        raise UsageError(f"{where}: other users may read this secret; run chmod 600 {path}")
     return Key(found.name, found.role, found.public_key, found.secret_key)
 
 
@@ -189,12 +189,12 @@ def read_keyring(folder: Path) -> Keyring:
     own_path = folder / BROKER_SECRET
     if not own_path.is_file():
         raise UsageError(
-            f"--curve-keys {folder}: there is no {BROKER_SECRET}; "
-            f"`wavebus keygen broker --role broker -o {folder}` makes one"
+            f"--curve-keys {folder}: the folder has no {BROKER_SECRET}; make one with "
+            f"`wavebus keygen broker --role broker -o {folder}`"
         )
     own = read_key(own_path, secret=True)
     if own.role != "broker":
-        raise UsageError(f"{own_path}: a key of role {own.role}, not broker")
+        raise UsageError(f"{own_path} has a key of role {own.role}; it must be of role broker")
     authorized: dict[str, Key] = {}
     try:
         paths = sorted((folder / AUTHORIZED).iterdir())
@@ -204,14 +204,17 @@ def read_keyring(folder: Path) -> Keyring:
         raise UsageError(f"{folder / AUTHORIZED}: {error.strerror}") from error
     for path in paths:
         if path.suffix == SECRET:
-            raise UsageError(f"{path}: a secret does not belong there; copy the {PUBLIC} file")
+            raise UsageError(
+                f"{path}: a secret file does not belong here; replace it by its {PUBLIC} file"
+            )
         if path.suffix != PUBLIC:
             continue
         key = read_key(path, secret=False)
         if key.role == "broker":
-            raise UsageError(f"{path}: a broker's key joins no broker; take it out")
+            raise UsageError(f"{path} is a broker's key, which no peer may use; remove the file")
         if key.public in authorized:
-            raise UsageError(f"{path}: the same key as {authorized[key.public].name}'s")
+            other = authorized[key.public].name
+            raise UsageError(f"{path} has the same key as {other}; remove one of the two files")
         authorized[key.public] = key
     return Keyring(own, authorized)
 
@@ -224,7 +227,7 @@ def silence_hint(security: Security | None) -> str:
     if security is None or security.own is None:
         return ". If the broker has keys, give --key and --broker-key"
     return (
-        f". If one runs there, either it does not know the key {security.own.public} of "
+        f". If one runs there, either its folder of authorised keys lacks {security.own.public} of "
         f"{security.own.name} (its log says key_refused), or --broker-key is not its key"
     )
 
@@ -253,11 +256,13 @@ def security(
         return Security(insecure=insecure)
     if key is None or broker_key is None:
         missing = "--key: this peer's secret file" if key is None else "--broker-key: broker.pub"
-        raise UsageError(f"{missing} is missing; a peer needs both")
+        raise UsageError(f"{missing} is missing; a peer needs both keys")
     own = read_key(Path(key), secret=True, option="--key")
     broker = read_key(Path(broker_key), secret=False, option="--broker-key")
     if own.role == "broker":
-        raise UsageError(f"--key {key}: a broker's key; make one with another role")
+        raise UsageError(f"--key {key} is a broker's key; make a key of another role")
     if broker.role != "broker":
-        raise UsageError(f"--broker-key {broker_key}: a key of role {broker.role}, not broker")
+        raise UsageError(
+            f"--broker-key {broker_key} has a key of role {broker.role}; give the broker's file"
+        )
     return Security(own, broker.public, insecure=insecure)

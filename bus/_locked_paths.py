@@ -30,13 +30,14 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
 
     Args:
         paths: files or folders, each made by a process that locks it.
+        remove: removes one path.
     """
     removed: list[str] = []
     for path in paths:
         try:
             descriptor = os.open(path, _PROBE)
         except OSError:
-            continue  # another user's, a link, or already removed
+            continue  # a link, already removed, or not readable
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

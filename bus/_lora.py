@@ -1,6 +1,4 @@
-"""The wire form of a LoRA adapter's update: tensors over any transfer backend, beside a config.
-
-A removal is such an update without tensors.
+"""Defines how an update brings or removes a LoRA adapter.
 
 The backend ``lora:policy-lora``, for example, brings only the adapter ``policy-lora``. Its tensors
 travel as a model's do, in chunks, over the backend of the trainer's agent. So they reach engines on
@@ -15,7 +13,7 @@ So an engine that drops out of the update never serves a partial adapter.
 An engine that was away may have missed updates of adapters. So ARM names the version that the group
 serves (``after``), and an engine that serves another one drops all its adapters: like an engine
 that has restarted, it has none until the next update of each. So a removed adapter never comes
-back, and nobody has to remember which adapters were removed.
+back, and no process has to remember which adapters were removed.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterInit:
-    """What an engine needs before the tensors of an adapter.
+    """The ``TransferInit.params`` of an adapter's update, which engines need before its tensors.
 
     Attributes:
         backend: the transfer backend that carries the tensors.
@@ -57,7 +55,8 @@ def check_adapter_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"adapter={name!r}: 1 to 128 letters, digits and . _ -, starting with a letter or digit"
+            f"adapter={name!r} is not a valid name: use 1 to 128 letters, digits and . _ -, "
+            "starting with a letter or digit"
         )
     return name
 

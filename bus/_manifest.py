@@ -1,4 +1,4 @@
-"""The manifest of an update: which tensors are sent, in which order, in which chunks.
+"""Defines the manifest of an update: which tensors are sent, in which order and chunks.
 
 This module does not import torch: dtypes are torch's names without ``torch.``.
 """
@@ -193,7 +193,7 @@ class Manifest:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The SHA-256 of all fields in canonical encoding, in hex."""
+        """The SHA-256 of tensors, chunks and counts, in canonical encoding, in hex."""
         fields = (self.names, self.dtypes, self.shapes, self.chunk_ends, self.counts)
         blob = msgspec.msgpack.encode(fields)
         return hashlib.sha256(blob).hexdigest()

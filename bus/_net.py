@@ -1,4 +1,4 @@
-"""Addresses of brokers and servers, and whether other machines can reach them."""
+"""Checks addresses of brokers and servers, and whether other machines can reach them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _MOST_PORTS: Final = 65_535
 
-# Addresses that stand for all of the host's, and where this machine reaches such a server.
+# Addresses that stand for all addresses of a host, and where this machine reaches such a server.
 WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
@@ -105,7 +105,7 @@ def advertised(url: str, by: str) -> str:
     parts = urlsplit(url)
     if not by and parts.hostname in WILDCARDS:
         raise UsageError(
-            f"{url} listens on every address of this host: give --advertise HOST, the one by which "
-            "clients reach the engine"
+            f"{url} listens on every address of this host: give --advertise HOST, the host name or "
+            "address by which clients reach the engine"
         )
     return http_url(by, parts.port or 80) if by else url

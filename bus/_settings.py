@@ -1,4 +1,4 @@
-"""Reads the TOML file of settings, which ranks below flags and ``WAVEBUS_…`` variables.
+"""Reads the TOML file of settings, which flags and ``WAVEBUS_…`` variables override.
 
 The file is ``--config``, or ``WAVEBUS_CONFIG``, or ``wavebus.toml`` in the current
 folder. Keys are the long options without the dashes in front. Top-level keys apply to every
@@ -41,8 +41,8 @@ def load(
 ) -> dict[str, Any]:
     """Returns the defaults of one command from the settings file, by parameter name.
 
-    The values are text, as flags and the environment have it. So the command checks all of them
-    alike, and its error names the option whose value is wrong.
+    The values are text, like those of flags and environment variables. So the command checks all
+    values in the same way, and its error names the option whose value is wrong.
 
     Args:
         path: the file; None: ``wavebus.toml``, if it exists.
@@ -53,9 +53,8 @@ def load(
             installed. It is called only if a top-level key is no option of this command.
 
     Raises:
-        UsageError: the file can't be read, is no TOML, is another user's and not named, has a
-            table that belongs to no command or a top-level key that is no command's option, or the
-            command's table has a key that is no option of the command.
+        UsageError: the file can't be read, is no TOML, or belongs to another user and ``path`` is
+            None; or a table or key of the file belongs to no command.
     """
     is_default = path is None
     if path is None:
@@ -74,26 +73,26 @@ def load(
     for name, table in data.items():
         if isinstance(table, dict) and name not in commands:
             known = ", ".join(sorted(commands))
-            raise UsageError(f"{path}: no command has the table [{name}]; there are: {known}")
+            raise UsageError(f"{path}: [{name}] names no command; commands are: {known}")
     everywhere = {_key(k): v for k, v in data.items() if not isinstance(v, dict)}
     others = everywhere.keys() - options.keys()
     known_options = all_options() if others else None
     if known_options is not None and (wrong := sorted(others.difference(known_options))):
-        raise UsageError(f"{path}: no command has the option {wrong[0]!r}")
+        raise UsageError(f"{path}: no command has the option {wrong[0]!r}; remove or correct it")
     own = data.get(command, {})
     return _merge(path, command, everywhere, own if isinstance(own, dict) else {}, options)
 
 
 def _refuse_foreign(owner: int) -> None:
-    """Refuses another user's file that nobody has named; anybody may put one into ``/tmp``.
+    """Refuses a default settings file of another user, who may have put it into ``/tmp``.
 
     Raises:
         UsageError: the file's owner is neither this user nor root.
     """
     if owner not in (0, os.geteuid()):
         raise UsageError(
-            f"{DEFAULT_FILE} in the current folder belongs to another user (uid {owner}): if you "
-            f"trust it, give --config {DEFAULT_FILE}"
+            f"{DEFAULT_FILE} in the current folder belongs to another user (uid {owner}), so it is "
+            f"not read; if you trust the file, give --config {DEFAULT_FILE}"
         )
 
 
@@ -108,7 +107,7 @@ def _merge(
     for key in given:
         if key not in options:
             names = ", ".join(sorted(options))
-            raise UsageError(f"{path}: [{table}] has no option {key!r}; it has: {names}")
+            raise UsageError(f"{path}: {table} has no option {key!r}; its options are: {names}")
     known: dict[str, Any] = {}
     for key, option in options.items():
         value = given.get(key, everywhere.get(key))

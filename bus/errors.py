@@ -58,7 +58,10 @@ class NonFiniteWeights(WavebusError):
     """
 
     def __init__(self, tensor: str) -> None:
-        super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
+        super().__init__(
+            f"source: {tensor} contains NaN or Inf; nothing was committed. Find out where the "
+            "trainer made them, or send without check_finite"
+        )
         self.tensor = tensor
 
 
@@ -152,7 +155,7 @@ class RolloutFailed(WavebusError):
 
 
 class RequestPoisoned(RolloutFailed):
-    """Two engines died while they ran the request, so no third one gets it."""
+    """Two engines died while they ran the request, so no third engine gets the request."""
 
 
 class NoEngine(RolloutFailed):
@@ -200,7 +203,7 @@ class EngineDead(EngineError):
 
 
 def wrong_state(detail: str) -> EngineError:
-    """Returns the refusal of a call that an engine can't carry out in its present state.
+    """Returns the error of an engine call that does not fit the engine's present state.
 
     Args:
         detail: what was expected, what was found, and what to do.
@@ -209,10 +212,10 @@ def wrong_state(detail: str) -> EngineError:
 
 
 def refusal(nack: Nack) -> Refused:
-    """Returns the exception for a NACK, of the class that fits its code.
+    """Returns the exception for a NACK; its class depends on the NACK's code and step.
 
     Args:
-        nack: the broker's refusal of a request, or the one that a peer made itself.
+        nack: the broker's answer, or a NACK that a peer made without asking the broker.
     """
     if nack.code is NackCode.MANIFEST_REFUSED:
         return ManifestRefused(nack)

@@ -26,7 +26,7 @@ _FIRST: Final = ("peer", "group", "update_id", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    level: str = "warning"  # a library says no more than this, unless it is told to
+    level: str = "warning"  # until configure(): a library logs nothing less important
     json: bool | None = None
 
 
@@ -56,17 +56,17 @@ class Stderr:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a person reads stderr."""
+        """Whether stderr is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     def write(self, text: str) -> None:
         """Writes ``text``."""
         if self._stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
                 self._stream.write(text)
 
     def flush(self) -> None:
-        """Passes on what was written."""
+        """Flushes the text that was written."""
         if self._stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._stream.flush()
@@ -78,10 +78,10 @@ def is_debug() -> bool:
 
 
 def printable(line: str) -> str:
-    """Returns a line in which nothing commands a terminal, such as texts that peers have sent.
+    """Returns a line with its unprintable characters replaced by JSON escapes.
 
-    Control characters, line feeds, and characters that are invisible or change the direction of the
-    text are shown as JSON escapes.
+    Texts that peers have sent may contain characters that control the terminal, break the line, or
+    change the direction of the text.
     """
     if line.isprintable():
         return line

@@ -1,7 +1,7 @@
-"""The operations of a weight update: what the engine machine asks of an engine and its workers.
+"""Defines the operations of a weight update that a sidecar requests from an engine's workers.
 
-The machine (:mod:`bus._protocol.engine`) issues an operation, the sidecar carries it unread, and
-the worker executes it. Each operation has two properties:
+The sidecar's state machine (:mod:`bus._protocol.engine`) issues an operation, the engine adapter
+carries it without reading it, and the workers execute it. Each operation has two properties:
 
 ============== ======= ===============
 operation      carrier changes weights
@@ -50,7 +50,7 @@ AdapterNames: TypeAlias = tuple[Annotated[str, Meta(max_length=128)], ...]
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One operation. Decoding refuses fields that its class lacks.
+    """Base of all operations of a weight update. Decoding refuses unknown fields.
 
     Attributes:
         carrier: how it reaches the workers. ``core``: by a call of the engine core, between two
@@ -105,14 +105,14 @@ class Open(Operation, frozen=True, tag="open"):
 
     @property
     def place(self) -> RankAssignment:
-        """The place of the engine's workers in the communicator."""
+        """The ranks of the engine's workers in the communicator."""
         return RankAssignment(self.communicator, self.world_size, self.first_rank)
 
 
 class Drain(Operation, frozen=True, tag="drain"):
     """Receives over the open transport what its sender sends, and discards it.
 
-    Neither weights nor an armed update are touched. If it fails, the transport is closed.
+    Weights and an armed update stay as they are. If the drain fails, the transport is closed.
 
     Attributes:
         update_id: the id that the trainer has chosen for the drain, as in :class:`Open`.
@@ -179,7 +179,8 @@ class Start(_Loading, frozen=True, tag="start"):
 class ReceiveChunk(_Loading, frozen=True, tag="receive"):
     """Receives a chunk of the armed manifest; may return before the tensors are there.
 
-    Transports of vLLM's own also load or stage it. For all others a :class:`LoadChunk` follows.
+    Transports of vLLM's own also load or stage the chunk. For all other transports a
+    :class:`LoadChunk` follows.
 
     Attributes:
         seq: number of the chunk.
@@ -195,7 +196,7 @@ class ReceiveChunk(_Loading, frozen=True, tag="receive"):
 
 
 class SentChunk(_Loading, frozen=True):
-    """Names a chunk that was sent.
+    """Base of operations on a chunk that the trainer has sent.
 
     Attributes:
         seq: number of the chunk.
@@ -262,7 +263,7 @@ UpdateOperation: TypeAlias = (
 
 
 class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="done"):
-    """The answer of an operation that was carried out.
+    """The result of an operation that has succeeded.
 
     Attributes:
         ahead: after :class:`Open`, how many chunks may be received before the first is loaded.
@@ -271,7 +272,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="done"):
         in_place: after a staged :class:`Start`, whether chunks are received directly into staging
             memory. If so, an arrived chunk needs no further work, and one operation after the last
             chunk may stage all of them.
-        channel: after a worker was greeted, the name of its staging channel; empty without one.
+        channel: in a worker's first answer, the name of its staging channel; empty without one.
         adapters: after an operation on LoRA adapters, the names of those that the worker holds,
             whether for new requests or for the last ones of a removed adapter. Else None.
     """

@@ -17,7 +17,7 @@ _CLOSED: Final = "this engine is closed to requests: "
 
 
 def closed_message(reason: str) -> str:
-    """Returns the text with which an engine with closed admission answers.
+    """Returns the text with which an engine rejects a request while its admission is closed.
 
     Args:
         reason: why admission is closed.

@@ -1,6 +1,6 @@
-"""What a transport backend of your own needs: both ends, their registration, and their arguments.
+"""Public names for writing your own transport backend: its sender, receiver and registration.
 
-``examples/own_backend.py`` is one. Importing this module loads torch.
+``examples/own_backend.py`` is such a backend. Importing this module loads torch.
 """
 
 from __future__ import annotations

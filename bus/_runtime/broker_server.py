@@ -1,4 +1,4 @@
-"""Runs the broker's state machine: passes it frames and timers, and carries out its effects."""
+"""Runs the broker's state machine on a transport, with a clock, a log and a journal."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class BrokerServer:
         now_ms = self._scheduler.now_ms()
         refusal = self.machine.admit(route, len(frame), now_ms)
         if refusal is not None:
-            if refusal:  # without a word, nothing has changed
+            if refusal:  # without effects, nothing has changed
                 if self._journal is not None:
                     self._journal.on_refused(now_ms, route, len(frame))
                 self._perform(refusal)
@@ -104,7 +104,7 @@ class BrokerServer:
             self._perform(self.machine.on_malformed_frame(route, error, now_ms))
             return
         if self._journal is not None and _is_commit(message):
-            self._journal.flush()  # before anybody sees what comes of it
+            self._journal.flush()  # before the commit has any effect
         effects = self.machine.receive(route, envelope, message, now_ms, user)
         if effects:
             self._perform(effects)

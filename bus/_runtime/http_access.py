@@ -1,7 +1,7 @@
 """Decides from the headers of an HTTP request whether a server may answer it.
 
-It knows keys, and what a web page could send to a server without a key. What a request asks for,
-and the form of a refusal, are left to the server.
+The module checks API keys, and refuses what a web page could send to a server without a key. The
+server handles the request itself, and the form of a refusal.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from bus._net import is_loopback_host
+from bus._net import WILDCARDS, is_loopback_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# Browsers send these types to any server, without asking it first.
 _PLAIN: Final = "identity"  # no encoding
+# Browsers send these content types to any server, without a preflight request.
 _OF_PAGES: Final = ("", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded")
-_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - nothing listens there
 
 
 @dataclass(frozen=True)
 class HttpAccess:
-    """Who may use which routes of a server.
+    """Decides which clients may use which routes of a server.
 
     Args:
         api_key: the key of all routes that are not open; empty: none.
@@ -34,8 +33,8 @@ class HttpAccess:
             routes need ``api_key``.
         is_open: whether a path needs no key.
         is_control: whether a path is a control route.
-        is_strict: refuses requests without a key if their Host is another than loopback (a page may
-            have given its own name this address), or if their type is one that any page may send.
+        is_strict: refuses requests without a key if their Host is not loopback (DNS rebinding), or
+            if their content type is one that any web page may send.
     """
 
     api_key: str = ""
@@ -69,20 +68,20 @@ class HttpAccess:
         keys = self._keys(path)
         scheme, given = credentials(headers.get("Authorization", ""))
         if keys:
-            # All keys are compared, so that the time tells nothing.
+            # All keys are compared, so that the time does not depend on the key.
             matches = [hmac.compare_digest(given, key) for key in keys]
             if not self.is_open(path) and not any(matches):
                 return 401, "the API key is missing or wrong"
-            # No page knows the key, but a browser may add the user and the password of a URL.
+            # No web page has the key, but a browser may add the user and the password of a URL.
             if scheme != "basic":
                 return None
         if "Origin" in headers:
-            return 403, "Origin: web pages need an API key"
+            return 403, "Origin: a web page needs an API key"
         if not self.is_strict:
             return None
         host = headers.get("Host", "")
         if is_local and not keys and not names_loopback(host):
-            return 403, f"Host: {host!r:.99} is no name of loopback; use one, or an API key"
+            return 403, f"Host: {host!r:.99} is not loopback; use localhost, or an API key"
         kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
         is_empty = not has_body and not kind
         if method == "POST" and kind in _OF_PAGES and not is_empty:
@@ -129,4 +128,4 @@ def names_loopback(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-    return name in _WILDCARDS or is_loopback_host(name) or name.endswith(".localhost")
+    return name in WILDCARDS or is_loopback_host(name) or name.endswith(".localhost")

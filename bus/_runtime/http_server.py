@@ -1,8 +1,8 @@
-"""Serves HTTP handlers, so that no client keeps the others out.
+"""Serves HTTP handlers within limits, so that no client uses up what the others need.
 
-It bounds the number of connections, the requests of one client, the time that a request may take to
-arrive and an answer to be read, and how many values the JSON of a body may have. ``http_access``
-decides which requests are refused by their headers. What requests mean is left to the handlers.
+The limits are the number of connections, the requests of one client at once, the time for a request
+to arrive and for an answer to be read, and the number of values in a JSON body. ``http_access``
+decides which requests are refused by their headers. Handlers interpret the requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from bus._runtime.http_access import HttpAccess
 
-# The first request of a connection, with its body; the next one; reading an answer.
+# How long a connection may take: for its first headers, a body, its next request, and to read.
 HEADERS_S: Final = 10.0
 BODY_S: Final = 60.0
 IDLE_S: Final = 30.0
@@ -36,8 +36,8 @@ _NEVER_S: Final = 1e6  # aiohttp's own timer
 # Decoding a value takes up to 0.1 µs, a list or an object up to 1 µs, and nothing else runs then.
 MAX_VALUES: Final = 3_000_000
 MAX_NESTED: Final = 500_000
-# Bodies that are read or answered may have so many times the greatest size, together. Small ones
-# don't count.
+# All bodies that are being read or answered may together have this many times the greatest size.
+# Small ones don't count.
 _BODIES_AT_ONCE: Final = 8
 _SMALL: Final = 1 << 20  # bytes
 _COUNTED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop: less than a millisecond
@@ -50,7 +50,7 @@ _SPARED_S: Final = 1.0  # a connection this young may have sent a request
 _LINGER_S: Final = 1.0
 _LOG_EVERY_S: Final = 10.0
 _SHUTDOWN_S: Final = 1.0
-# Of the event loop, until the handler of a request begins that is in the socket already.
+# How often the event loop turns until it calls the handler of a request that has arrived.
 _PASSES: Final = 5
 _FULL: Final = (
     b'{"error":{"message":"too many connections","type":"ServiceUnavailableError","code":503}}'
@@ -93,13 +93,16 @@ class ClientRequests:
 
 
 class HttpServer:
-    """An HTTP server of some routes.
+    """Serves routes over HTTP, with limits for connections, clients and bodies.
 
     Args:
+        routes: the routes and their handlers.
         answer_error: makes the answer from a request, a status and a text.
-        answer_exception: makes the answer to what a handler has raised; None: it is a bug.
+        answer_exception: makes the answer to an exception of a handler; None: a bug, which is
+            logged and answered with status 500.
         max_body_bytes: the greatest size of a body.
         max_values: how many values the JSON of a body may have.
+        access: decides which requests are refused by their headers.
         unread_s: how long a client may take to read what is to be sent, in seconds.
         requests: bounds the requests of each client; more get status 429.
 
@@ -141,7 +144,7 @@ class HttpServer:
 
     @property
     def load(self) -> dict[str, int]:
-        """The number of connections and its limit; how many were refused or cut off, or limited."""
+        """Counts for the log and the status: open connections, their limit, and those dropped."""
         return {"connections": len(self._connections), "limit": self.limit, **self._dropped}
 
     async def start(self, host: str, port: int) -> str:
@@ -181,7 +184,7 @@ class HttpServer:
 
     @web.middleware
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Reads a whole request, has it answered, and waits until the answer is sent."""
+        """Reads a whole request, calls its handler, and waits until the answer is sent."""
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.wait(None)
@@ -199,22 +202,26 @@ class HttpServer:
         return response
 
     def _put_off(self, request: web.Request, *, is_within: bool) -> web.Response:
-        """Returns the answer to a request that may come again; ``is_within``: of this client."""
-        status, text = 503, "too many large bodies at once"
+        """Returns the 503 or 429 for a request that may be sent again.
+
+        ``is_within``: the client is within its limit, so the server itself has no room.
+        """
+        status, text = 503, "the server is reading too many large bodies; try again"
         if not is_within:
             self.count("limited")
-            status, text = 429, f"this client has {self._requests.most} requests at once"
+            status, text = 429, f"this client already has {self._requests.most} requests"
         response = self._answer_error(request, status, text)
         response.force_close()  # the body may be large
         response.headers["Retry-After"] = "1"
         return response
 
     def _refuse(self, request: web.Request) -> web.Response | None:
-        """Returns the answer to a request whose headers are reason enough to refuse it."""
+        """Returns the refusal of a request by its headers; None: it is not refused."""
         if request.match_info.http_exception is not None:
             return None
         if (request.content_length or 0) > self._max_body_bytes:
-            text = f"a body of {request.content_length} bytes; at most {self._max_body_bytes}"
+            size = request.content_length
+            text = f"the body has {size} bytes; at most {self._max_body_bytes} are allowed"
             response = self._answer_error(request, 413, text)
             response.force_close()
             return response
@@ -227,9 +234,9 @@ class HttpServer:
 
     @contextlib.contextmanager
     def _held(self, request: web.Request) -> Iterator[bool]:
-        """Counts a body until its request is answered; yields whether there is room for it.
+        """Counts a body until its request is answered; yields whether there is room for the body.
 
-        A body of unknown length counts as one of the greatest.
+        A body of unknown length counts as one of the greatest size.
         """
         length = request.content_length
         if length is None:
@@ -254,14 +261,16 @@ class HttpServer:
                 raw = await request.read()
         except TimeoutError:
             self.count("slow")
-            response = self._answer_error(request, 408, f"the body took more than {BODY_S:g} s")
+            response = self._answer_error(request, 408, f"the body did not arrive in {BODY_S:g} s")
             response.force_close()
             return response
         except web.HTTPException as error:
             return self._answer_error(request, error.status, error.text or error.reason)
         self._idle.pop(connection, None)
         if await _has_too_many_values(raw, self._max_values):
-            return self._answer_error(request, 413, "the body has too many values")
+            return self._answer_error(
+                request, 413, f"the body has more than {self._max_values} values"
+            )
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -280,7 +289,7 @@ class HttpServer:
             return answer
 
     def admit(self, connection: _Connection) -> bool:
-        """Counts a new connection, and cuts an idle one off if that is needed.
+        """Admits a new connection; if the server is full, cuts off the longest idle one first.
 
         Returns:
             Whether there is room. If not, the client gets status 503.
@@ -307,7 +316,7 @@ class HttpServer:
         self._connections.discard(connection)
 
     def can_answer(self, connection: _Connection) -> bool:
-        """Returns whether a refused client gets an answer; if too many are refused, some don't."""
+        """Returns whether a refused client gets status 503; with too many, some are just closed."""
         return connection in self._refusals
 
     def _expect(self, connection: _Connection, limit_s: float) -> None:
@@ -317,7 +326,7 @@ class HttpServer:
             connection.wait(limit_s)
 
     def count(self, how: str) -> None:
-        """Counts what is dropped or limited, and logs it: the first at once, more every 10 s."""
+        """Counts a dropped connection or limited request; logs the first, then every 10 s."""
         self._dropped[how] += 1
         if self._logged is None:
             self._log()
@@ -358,7 +367,7 @@ class _Connection(web.RequestHandler):
         super().__init__(runner.server, loop=loop, **options)
 
     def wait(self, limit_s: float | None) -> None:
-        """Cuts the connection off in ``limit_s``, unless another limit is set before; None: no."""
+        """Cuts the connection off in ``limit_s``, unless called again before; None: never."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._later(limit_s, self._check_slow) if limit_s is not None else None
@@ -378,13 +387,13 @@ class _Connection(web.RequestHandler):
             transport.write(_FULL_ANSWER)
             with contextlib.suppress(OSError):
                 transport.write_eof()
-            # Closed before its request has come, the client would see a reset alone.
+            # If closed before the request has arrived, the client would get a reset, no answer.
             self._timer = asyncio.get_running_loop().call_later(_LINGER_S, self.abort)
         else:
             transport.abort()
 
     def log_exception(self, *args: Any, **how: Any) -> None:
-        """Logs an error of aiohttp's; none of what a client has sent or broken off."""
+        """Logs aiohttp's errors, except malformed requests and connections that clients broke."""
         if not isinstance(how.get("exc_info"), HttpProcessingError | ConnectionError):
             super().log_exception(*args, **how)
 
@@ -403,12 +412,12 @@ class _Connection(web.RequestHandler):
             super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Notes that the client does not read its answer."""
+        """Starts the time limit of a client that does not read its answer."""
         super().pause_writing()
         self._unread = self._later(self._owner.unread_s, self._on_slow)
 
     def resume_writing(self) -> None:
-        """Notes that the client reads again."""
+        """Ends that time limit, because the client reads again."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
@@ -417,7 +426,7 @@ class _Connection(web.RequestHandler):
         return asyncio.get_running_loop().call_later(limit_s, act)
 
     def _check_slow(self, passes: int = _PASSES) -> None:
-        """Cuts the client off, unless its request is there and the event loop was the slow one."""
+        """Cuts the client off, unless its request has arrived and only the event loop was late."""
         if passes:
             self._timer = asyncio.get_running_loop().call_soon(self._check_slow, passes - 1)
         else:
@@ -429,7 +438,7 @@ class _Connection(web.RequestHandler):
 
 
 def _route(request: web.Request) -> str:
-    """Returns the route's own path: no spelling of a path may change what it needs."""
+    """Returns the route's own path, because a path may be spelled in several ways."""
     resource = request.match_info.route.resource
     return resource.canonical if resource else ""
 

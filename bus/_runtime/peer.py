@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 # Refusals may be late, but not by more JOINs than this.
 _JOINS_KEPT: Final = 64
-# A peer that has received nothing from a broker for so long says so in the log.
+# After this time without any frame of a broker, the peer logs that no broker answers.
 _ABSENT_MS: Final = 10_000.0
 HOST = socket.gethostname()[:256]
 
 
 def default_name(role: str) -> str:
-    """Returns a readable, unique name made of role, host and pid."""
+    """Returns a unique peer name made of role, host and process id."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", HOST.split(".")[0]) or "host"
     return f"{role}-{host}-{os.getpid()}"[:128]
 
@@ -61,7 +61,7 @@ class PeerClient:
     Args:
         name: the peer's name.
         group: its group; empty for an observer of all groups.
-        on_message: receives every message of the broker, also those for the link; no duplicates.
+        on_message: called with every message of the broker, also the link's; not with duplicates.
         role: the peer's role, for the default of ``join``.
         broker: the broker's address, for the default of ``transport``.
         security: the keys to connect with, for the default of ``transport``.
@@ -183,7 +183,7 @@ class PeerClient:
         self._report_state(state)
 
     def kill(self) -> None:
-        """Closes the transport without LEAVE, as the kernel does for a killed process."""
+        """Closes the transport without LEAVE, as if the process was killed."""
         self._closed = True
         self._alarm.cancel()
         self._transport.close()

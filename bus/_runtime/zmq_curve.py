@@ -1,4 +1,4 @@
-"""CURVE on ZeroMQ sockets: only clients with an authorised key can connect.
+"""Secures ZeroMQ sockets by CURVE, so that only clients with authorised keys can connect.
 
 ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). The
 answer contains the client's public key, and ZeroMQ attaches it to each message of the connection.

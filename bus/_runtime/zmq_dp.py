@@ -1,4 +1,4 @@
-"""The three sockets between a DP group's coordinator and vLLM's front ends and engine cores.
+"""Opens the three sockets between a DP coordinator and vLLM's front ends and engine cores.
 
 ============ =========== ========= ===================================================
 name         coordinator rank      carries
@@ -36,9 +36,9 @@ class DpSockets:
     """The three sockets of one process, in the running event loop.
 
     Attributes:
-        front: the socket of front ends, or for them.
-        core_in: the socket on which cores listen.
-        core_out: the socket on which cores report.
+        front: the socket between coordinator and front ends.
+        core_in: the socket to the cores.
+        core_out: the socket from the cores.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class ZmqSocket(ABC):
         self.socket = socket
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._draining = False  # or about to
+        self._draining = False  # also True while a drain is scheduled
         self._closed = False
         # Closes the socket with this object if close() was never called. The socket's own
         # finalizer may fail (when warnings are errors), and the process would then wait for the

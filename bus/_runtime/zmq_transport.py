@@ -307,7 +307,7 @@ class ZmqClient(ZmqSocket):
             except zmq.Again:
                 return True
             self._unanswered_since_s, self._silence_limit_s = 0.0, _SILENCE_LIMIT_S
-            on_frame(frame)  # the broker sends frames of one part; others are judged part by part
+            on_frame(frame)  # a broker's frames have one part; other parts are decoded one by one
             if self._closed or not self._has_more():
                 return True
         return False
@@ -373,11 +373,11 @@ def _refuse_open(address: str, *, insecure: bool, what: str) -> None:
     threat = f"{what} pause engines and replace their weights"
     if not insecure:
         raise UsageError(
-            f"{address}: not a loopback address, and there are no keys: {threat}. Make keys "
+            f"{address} is not a loopback address, and no keys are given, so {threat}. Make keys "
             "(`wavebus keygen`), and give the broker --curve-keys, peers --key and --broker-key; "
-            "or say --insecure"
+            "or give --insecure"
         )
-    bus.log.logger().warning("insecure", address=address, detail=f"no keys: {threat}")
+    bus.log.logger().warning("insecure", address=address, detail=f"without keys, {threat}")
 
 
 def _explain(address: str, error: zmq.ZMQError) -> str:

@@ -67,7 +67,7 @@ def encode_body(message: Message) -> msgspec.Raw:
 def clip(message: M) -> M:
     """Returns the message with its texts, lists and maps cut to their bounds.
 
-    Used for texts that come from an engine: a cut text is better than a refused message. In an
+    Engines may return texts that are too long. A receiver would refuse the whole message. In an
     ACK, only the list of request ids can be too long.
     """
     if isinstance(message, Ack) and not message.waited_for:
@@ -140,8 +140,8 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
     """Returns the envelope and the message of one frame.
 
     Raises:
-        DecodeError: the frame is refused. The error has the NACK's code, the wrong field and the
-            reason.
+        DecodeError: the frame is no valid message. The error has the code of the NACK that answers
+            the frame, the wrong field, and the reason.
     """
     envelope = decode_envelope(frame)
     try:
@@ -155,7 +155,7 @@ def decode_envelope(frame: bytes) -> Envelope:
     """Returns the envelope of a frame; its body stays encoded. Raises as :func:`decode`."""
     if len(frame) > MAX_FRAME_BYTES:
         raise DecodeError(
-            NackCode.OVERSIZED, "", f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}"
+            NackCode.OVERSIZED, "", f"the frame has {len(frame)} bytes; at most {MAX_FRAME_BYTES}"
         )
     try:
         envelope = _decode_envelope(frame)
@@ -167,7 +167,7 @@ def decode_envelope(frame: bytes) -> Envelope:
         raise DecodeError(
             NackCode.WIRE_VERSION,
             "wire_version",
-            f"{envelope.sender} speaks wire version {envelope.wire_version}, this side "
+            f"{envelope.sender} uses wire version {envelope.wire_version}, and this side uses "
             f"{WIRE_VERSION}",
         )
     return envelope
@@ -177,7 +177,9 @@ def decode_body(envelope: Envelope) -> Message:
     """Returns the message of a decoded envelope. Raises as :func:`decode`."""
     if envelope.kind not in _KINDS:
         raise DecodeError(
-            NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"
+            NackCode.UNKNOWN_KIND,
+            "kind",
+            f"wire version {WIRE_VERSION} has no message {envelope.kind!r}",
         )
     decode_into = _KINDS[envelope.kind]
     body = bytes(envelope.body)
@@ -207,7 +209,7 @@ def _read(data: bytes) -> Any:
         return unpacker.unpack()
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         raise DecodeError(
-            NackCode.MALFORMED, "", f"a field too many, which can't be read: {error}"
+            NackCode.MALFORMED, "", f"an undeclared field has an unreadable value: {error}"
         ) from error
 
 
@@ -226,11 +228,11 @@ def _check_names(pairs: _Pairs, known: Collection[str], where: str) -> None:
         if name not in known:
             raise DecodeError(NackCode.MALFORMED, str(name)[:64], f"{where} has no such field")
         if name in seen:
-            raise DecodeError(NackCode.MALFORMED, name, f"it appears twice in {where}")
+            raise DecodeError(NackCode.MALFORMED, name, f"{where} has this field twice")
         seen.add(name)
     for name in known:
         if name not in seen:
-            raise DecodeError(NackCode.MALFORMED, name, f"{where} needs it")
+            raise DecodeError(NackCode.MALFORMED, name, f"{where} lacks this field")
 
 
 def _check_fields(found: Any, whole: Any, where: str) -> None:

@@ -17,7 +17,7 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
         wire_version: the sender's wire version; see :mod:`bus.messages.codec`.
         kind: the message's wire name, such as ``COMMIT``.
         id: names the message. A repeated message keeps its id.
-        reply_to: the id of the message that this one answers; 0: none.
+        reply_to: the id of the message that this message answers; 0: none.
         sender: the name of the sending peer, or ``broker``.
         boot: identifies the sending process; after a restart it is another number.
         group: the group that the message concerns; empty: none.

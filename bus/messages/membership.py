@@ -1,4 +1,4 @@
-"""Messages of membership: JOIN, heartbeats, LEAVE, and the direct links of a DP group's ranks."""
+"""Messages of membership: JOIN, heartbeats, LEAVE, and engines' status pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bus.messages.types import (
 
 
 class EngineProperties(Struct, frozen=True):
-    """An engine's properties, as its adapter reports them and every other record of it has them.
+    """An engine's properties, as the engine's adapter reports them.
 
     Attributes:
         kind: the adapter: ``embedded``, ``vllm`` or ``vllm-http``.
@@ -40,8 +40,8 @@ class EngineProperties(Struct, frozen=True):
         endpoint: the URL that takes requests; empty: none over the network.
         can_sleep: the engine was started with sleep support, so it can give memory back.
         draft: the engine has a draft model whose weights can be updated.
-        canary: how a pause must treat requests while probes run; empty: the engine can't run
-            probes.
+        canary: how a pause must treat requests so that the engine can run probes in it; empty: the
+            engine can't run probes.
         features: features that its vLLM lacks, with the reason; empty: all work.
         untested: a warning that wavebus was not tested with its vLLM version; empty: it was.
         dtype: the model's dtype, by torch's name (``bfloat16``); empty: unknown.
@@ -115,7 +115,7 @@ class CoordinatorFacts(Struct, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Peer to broker: a request to join the bus. The envelope names the peer and its group.
+    """Peer to broker: asks to join the bus. The envelope names the peer and its group.
 
     Attributes:
         role: what the peer does on the bus.

@@ -22,8 +22,7 @@ class MessageEntry:
     Attributes:
         cls: the message's class.
         wire_name: its name in the envelope.
-        senders: the roles of peers that may send it to the broker; none: only the broker sends it,
-            or ranks of a DP group to each other.
+        senders: the roles of peers that may send it to the broker; none: only the broker sends it.
         step: the step of a pause or an update that the message requests from engines; None: no
             step.
     """

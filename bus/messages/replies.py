@@ -116,7 +116,7 @@ class Nack(Message, frozen=True):
 
     Attributes:
         code: the reason, for programs.
-        step: the step of a pause or an update that is refused; empty: none.
+        step: the refused step of a pause or an update; empty: none.
         update_id: the pause or update of that step.
         chunk: the chunk's number; used only for the step ``chunk``.
         detail: the reason, as text.

@@ -145,7 +145,7 @@ class OutView(Struct, frozen=True):
 
 
 class Route(Struct, frozen=True):
-    """A routable engine.
+    """A routable engine, as watchers receive it.
 
     Attributes:
         engine: the engine's name.
@@ -177,14 +177,14 @@ class Routes(Message, frozen=True):
 class RoutesChange(Message, frozen=True):
     """Broker to observers and schedulers: how the routes of the envelope's group have changed.
 
-    It changes the routes of the revision before ``revision``; a group that is new to the watcher
-    had revision 0, without engines. A watcher that has other routes asks for all of them by
-    ROUTES_REQUEST.
+    The change applies to the routes of the revision before ``revision``. For a group that is new to
+    the watcher, these are the empty routes, with revision 0. A watcher that has other routes
+    requests all routes by ROUTES_REQUEST.
 
     Attributes:
         version: the version that all routable engines serve.
         revision: of the routes with this change.
-        came: the engines that became routable, or whose entry is another one.
+        came: the engines that became routable, or whose entry has changed.
         gone: the names of the engines that are no longer routable.
     """
 
@@ -245,7 +245,7 @@ class GroupStatus(Struct, frozen=True):
         dp_groups: its DP groups of more than one rank.
         routes: the routes that watchers got last; during a commit those of the version before.
         run: as in :class:`bus.messages.Welcome`.
-        ended: how the last updates ended.
+        ended: the outcomes of the last updates.
     """
 
     name: ShortText

@@ -30,7 +30,7 @@ FirstRanks: TypeAlias = Annotated[dict[ShortText, Count], Meta(max_length=16_384
 
 
 class PlanTransfer(Message, frozen=True):
-    """Trainer or observer to broker: name the ranks of a transport of collectives, as ``nccl``.
+    """Trainer or observer to broker: assign the ranks of a collective transport such as ``nccl``.
 
     The answer is TRANSFER_PLAN; nothing changes. ``scope`` names the DP groups whose workers get
     ranks; empty: all.
@@ -62,7 +62,7 @@ class TransferInit(Message, frozen=True):
         update_id: the id of this opening, not of an update. It keeps a slow engine's answer to an
             earlier opening apart from the answer to this one.
         backend: the transport's name.
-        params: a blob that only the backend reads (bounded, typed).
+        params: the sender's parameters, encoded; only the backend reads them.
         communicator: the number of the transport's communicator; 0: no collectives.
         world_size: the communicator's size; set by the broker.
         first_ranks: the rank of each engine's first worker; set by the broker.
@@ -153,8 +153,7 @@ class Arm(Message, frozen=True):
         is_cast: True: the trainer has cast tensors to the dtype of the engines' models, and an
             engine that keeps one in float32 refuses with ``dtype_kept``.
         transfer: the id of the TRANSFER_INIT that opened the transport. An engine that has any
-            other transport open refuses with ``transfer_closed``. Empty: from a peer that is one
-            wire version older.
+            other transport open refuses with ``transfer_closed``.
         is_open: True: more tensors may follow, by :class:`ArmPart`. Engines then accept tensors of
             which others are missing, and check at UPDATE_FINISH that all have come.
         after: the version that the group serves before the update, from the broker. An engine at
@@ -186,7 +185,7 @@ class Arm(Message, frozen=True):
 
 
 class Armed(Message, frozen=True):
-    """Engine to broker: the update is armed, and can (or can't) be staged.
+    """Engine to broker: the update is armed; whether it can be staged.
 
     Attributes:
         update_id: the update.
@@ -218,8 +217,8 @@ class WeightChunkMeta(Message, frozen=True):
     Attributes:
         update_id: the update.
         chunk: the chunk's number, from 0.
-        digest: the digest of the manifest that the chunk is of: in an open update, of all parts
-            that are armed. A chunk with another digest is refused.
+        digest: the digest of the armed manifest; in an open update, of all armed parts together. A
+            chunk with another digest is refused.
         handle: data that only the transport's backend reads, such as where the chunk is.
     """
 
@@ -232,8 +231,8 @@ class WeightChunkMeta(Message, frozen=True):
 class ArmPart(Message, frozen=True):
     """Trainer to broker to engines: further tensors of an update that was armed open.
 
-    Sent when all engines have applied all chunks of the tensors before. The broker repeats it
-    without the tensors, as ARM.
+    Sent when all engines have applied all chunks of the earlier parts. If the broker repeats
+    ARM_PART, it leaves out the tensors, as in a repeated ARM.
 
     Attributes:
         update_id: the update.

@@ -6,7 +6,7 @@ from bus.messages.types import Count, Message, Name, Serial, ShortText
 
 
 class FirstReq(Message, frozen=True):
-    """DP coordinator to broker: rank ``rank`` of an idle DP group got a request.
+    """DP coordinator to broker: rank ``rank`` of an idle DP group has received a request.
 
     ``wave`` is the wave to start. Sent only where front ends wake their group (vLLM 0.32, the
     embedded engine). Where engines start waves themselves (vLLM 0.33), WAVE_STARTED names the rank.
@@ -52,7 +52,7 @@ class WaveStarted(Message, frozen=True):
         wave: the number of the wave.
         local: the coordinator started the wave alone: the broker had not answered FIRST_REQ.
         rank: the rank that began the wave with its first request. Rank 0 also reports a wave that
-            begins with a resume. None: an older coordinator, which does not name the rank.
+            begins with a resume. None: unknown.
     """
 
     dp_group: Name

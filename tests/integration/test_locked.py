@@ -262,10 +262,10 @@ def test_a_role_comes_from_the_key(keys: KeyFolder, role: str) -> None:
         with BarePeer(address, "t", how) as peer:
             nack = await peer.refusal(peer.frame(TRAINER_JOIN))
             assert (nack.code, nack.field) == (NackCode.FORBIDDEN, "role")
-            assert f"a key of role {role} does not join as trainer" in nack.detail
+            assert f"a key of role {role} may not join as trainer" in nack.detail
             nack = await peer.refusal(peer.frame(PAUSE))
             assert (nack.code, nack.field) == (NackCode.FORBIDDEN, "kind")
-            assert f"a key of role {role} does not send PAUSE_LOCAL" in nack.detail
+            assert f"a key of role {role} may not send PAUSE_LOCAL" in nack.detail
         assert watched.engine.heard[1:] == []
 
     locked(keys, test)
@@ -276,7 +276,7 @@ def test_a_library_is_told_that_its_key_has_the_wrong_role(keys: KeyFolder) -> N
     how = keys.make("mixed-up", "engine")
 
     async def test(address: str, _watched: Watched) -> None:
-        with pytest.raises(Refused, match=r"does not join as trainer.*wavebus keygen"):
+        with pytest.raises(Refused, match=r"may not join as trainer.*wavebus keygen"):
             await TrainerAgent(address, key=how, broker_key=keys.public).connect()
 
     locked(keys, test)

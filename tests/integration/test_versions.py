@@ -43,7 +43,7 @@ def test_a_peer_of_another_version_is_refused_by_name() -> None:
             with BarePeer(address, "e0") as peer:
                 nack = await peer.refusal(peer.frame(engine_join(), version=OTHER))
                 assert nack.code is NackCode.WIRE_VERSION
-                assert f"e0 speaks wire version {OTHER}" in nack.detail
+                assert f"e0 uses wire version {OTHER}" in nack.detail
             assert not server.machine.peers.by_name
 
     run(test())
@@ -75,7 +75,7 @@ def test_a_broker_of_another_version_is_refused_by_who_joins(
 
         server.listen(on_frame)
         try:
-            text = rf"wire_version: .*broker speaks wire version {OTHER}, this side"
+            text = rf"wire_version: .*broker uses wire version {OTHER}, and this side"
             with pytest.raises(Refused, match=text):
                 await joins(server.address)
         finally:

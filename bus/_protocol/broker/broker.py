@@ -66,7 +66,7 @@ class Broker:
 
         Returns:
             None if the frame is to be read. Otherwise the effects of its refusal, such as a NACK to
-            the sender. If there are none, the refusal has changed nothing.
+            the sender. An empty list: the frame is dropped, and nothing has changed.
         """
         peer = self.peers.by_route.get(route)
         bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
@@ -75,8 +75,8 @@ class Broker:
         if not bucket.take(cost, now_ms):
             return self._on_rate_limited(peer, route, bucket, now_ms)
         if size_bytes > bound:
-            who = f"role {peer.role}" if peer else "a peer that has not joined"
-            detail = f"frame of {size_bytes} bytes; of {who} at most {bound}"
+            who = f"a peer of role {peer.role}" if peer else "a peer that has not joined"
+            detail = f"the frame has {size_bytes} bytes; {who} may send at most {bound}"
             code = m.NackCode.OVERSIZED if peer else m.NackCode.NOT_JOINED  # so it joins anew
             return self._bad(peer, route, Failure(code, detail), 0)
         return None
@@ -117,7 +117,7 @@ class Broker:
         if envelope.seq <= peer.last_seq:
             if type(message) is m.Nack:
                 return []
-            detail = f"frame {envelope.seq} after {peer.last_seq}"
+            detail = f"frame {envelope.seq} is older than frame {peer.last_seq}, or the same"
             failure = Failure(m.NackCode.STALE, detail, field="seq")
             return [
                 Note("stale_frame", "debug", {"peer": peer.name, "kind": envelope.kind}),
@@ -159,14 +159,14 @@ class Broker:
     def _on_rate_limited(
         self, peer: Peer | None, route: bytes, bucket: Bucket, now_ms: float
     ) -> list[Effect]:
-        """Drops a frame above the rate; its sender is notified once a second."""
+        """Drops a frame that exceeds the rate; its sender is notified once a second."""
         if not bucket.should_report(now_ms):
             return []
         name = peer.name if peer else route.decode(errors="replace")
         failure = Failure(
             m.NackCode.RATE_LIMITED,
-            f"more than {bucket.rate.per_s:g} frames a second, each of up to 4 KiB",
-            hint="frames are dropped until fewer come",
+            f"the limit is {bucket.rate.per_s:g} frames a second, each of up to 4 KiB",
+            hint="send fewer frames; until then they are dropped",
         )
         return [
             Note("rate_limited", "warning", {"peer": name, "detail": failure.detail}),
@@ -186,7 +186,7 @@ class Broker:
         assert self.keys is not None
         if user in self.keys or type(message) is m.Join:
             return self._forbidden(route, envelope, failure, now_ms)
-        # A removed key gets no answer; an answer would make its peer believe the link alive.
+        # A removed key gets no answer; its peer would count an answer as the broker's sign of life.
         self._bucket(route, now_ms).charge(REFUSED_COST)
         return [Note("forbidden", "warning", {"peer": envelope.sender, "detail": failure.detail})]
 
@@ -236,7 +236,7 @@ class Broker:
     ) -> list[Effect]:
         known = self.peers.by_name.get(envelope.sender)
         if known is not None and known.boot == envelope.boot and envelope.seq <= known.last_seq:
-            return []  # an old copy of a join that was answered
+            return []  # an old copy of a JOIN that was answered
         effects: list[Effect] = []
         if known is not None and (known.boot, known.user) == (envelope.boot, user):
             was, now = known.place, place_of(envelope.group, join)
@@ -294,7 +294,7 @@ class Broker:
     ) -> tuple[Peer, Group | None] | Failure:
         other = self.peers.by_route.get(route)
         if other is not None and other.name != envelope.sender:
-            detail = f"this connection is {other.name}'s"
+            detail = f"this connection belongs to {other.name}"
             return Failure(m.NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
         if refused := self.groups.refuse_more(envelope, join, now_ms):
             return refused
@@ -309,7 +309,7 @@ class Broker:
         if peer.role in WATCHERS:
             return peer, None
         group = self.groups.get_or_make(peer.group)
-        # A peer that outlived an earlier broker knows that broker's last epoch.
+        # A peer that outlived an earlier broker reports that broker's last epoch.
         if peer.role == "engine" or group.owner is None:
             group.session.epoch = max(group.epoch, envelope.epoch)
         if peer.role == "trainer" and (refused := group.session.claim(peer, now_ms)):
@@ -366,7 +366,7 @@ class Broker:
                 silent_ms = now_ms - peer.last_heard_ms
                 reason = f"{peer.name} was not heard for {silent_ms:.0f} ms"
                 if peer.is_unreachable:
-                    reason = f"{peer.name} has not heard the broker for {silent_ms:.0f} ms"
+                    reason = f"{peer.name} has received nothing for {silent_ms:.0f} ms"
                 effects += self._remove_peer(peer, "peer_lost", reason, now_ms)
             self.groups.drop_unused(now_ms)
         for group in self.groups.values():

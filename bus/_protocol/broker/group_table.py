@@ -1,4 +1,4 @@
-"""The broker's groups by name: made for the first peer, removed after the last."""
+"""Holds the broker's groups by name: made for the first peer, removed after the last."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class GroupTable(dict[str, Group]):
         self.drop_unused(now_ms, kept_ms=0.0)
         if len(self) < MAX_GROUPS:
             return None
-        return Failure(NackCode.RATE_LIMITED, f"there are {len(self)} groups", field="group")
+        detail = f"the broker holds {len(self)} groups, and no more"
+        hint = "join one of these groups, or wait until one has no peers"
+        return Failure(NackCode.RATE_LIMITED, detail, field="group", hint=hint)
 
     def drop_unused(self, now_ms: float, kept_ms: float = GROUP_KEPT_MS) -> None:
         """Removes the groups that have had no peer for ``kept_ms``."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 KIB: Final = 1024
-# The greatest epoch or version that a JOIN or ARM may report for an unknown group; and by how much
-# it may exceed the number of a known group. The wire carries numbers up to 2**53.
+# MAX_REPORTED: the greatest epoch or version that a JOIN or ARM may report for an unknown group.
+# MAX_JUMP: by how much it may exceed the number of a known group. The wire carries up to 2**53.
 MAX_REPORTED: Final = 2**40
 MAX_JUMP: Final = 2**20
 BYTES_PER_TOKEN: Final = 4 * KIB
@@ -140,7 +140,7 @@ def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
     highest = known + MAX_JUMP if known else MAX_REPORTED
     if reported <= highest:
         return None
-    detail = f"{field} {reported} is too far above the group's, {known}; at most {highest}"
+    detail = f"{field} {reported} is too far above the group's {known}; at most {highest} is valid"
     hint = "restart the peer, and a vLLM that it is attached to, or use another group"
     return Failure(NackCode.MALFORMED, detail, field=field, hint=hint)
 
@@ -164,7 +164,7 @@ def outside_role(role: Role, kind: type[Message]) -> Failure | None:
     """Returns why this role may not send messages of this kind; None: it may."""
     if kind in VERBS[role]:
         return None
-    return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[kind]}")
+    return _forbidden(f"a peer of role {role} may not send {WIRE_NAMES[kind]}")
 
 
 def outside_key(
@@ -181,9 +181,9 @@ def outside_key(
     if role is None:
         return _forbidden("the key is not authorised", field="sender")
     if kind not in KEY_VERBS[role]:
-        return _forbidden(f"a key of role {role} does not send {WIRE_NAMES[kind]}")
+        return _forbidden(f"a key of role {role} may not send {WIRE_NAMES[kind]}")
     if joins_as is not None and joins_as not in JOINS_AS[role]:
-        return _forbidden(f"a key of role {role} does not join as {joins_as}", field="role")
+        return _forbidden(f"a key of role {role} may not join as {joins_as}", field="role")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The barrier of acknowledgements: one step requested of several engines at once."""
+"""Tracks which engines have acknowledged a step that was requested of several at once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AckBarrier:
         return not self.waiting
 
     def due_ms(self, retry_ms: float) -> float:
-        """Returns when to repeat the request: soon, if an engine first says what it lacks."""
+        """Returns when to repeat the request: soon, if an engine has just lacked the manifest."""
         is_first = bool(self.lacks_manifest - self.got_manifest)
         return self.resent_ms + (GATHER_MS if is_first else retry_ms)
 
@@ -98,8 +98,8 @@ class AckBarrier:
     def repeats(self) -> Iterator[tuple[Message, list[str]]]:
         """Yields each message to repeat, with the engines that get it.
 
-        A repeated ARM or ARM_PART has the digest alone; engines that refused it as unknown get the
-        tensors. For the first time they get them ahead of the others' repetition.
+        A repeated ARM or ARM_PART has the digest alone. Engines that refused the digest as unknown
+        get the tensors, and for the first time before the others get their repetition.
         """
         lacks = self.lacks_manifest & self.waiting
         for message in self.messages:

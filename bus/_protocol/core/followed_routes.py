@@ -1,7 +1,7 @@
-"""A watcher's copy of the routes: whole ones from ROUTES, and their changes from ROUTES_CHANGE.
+"""Keeps a watcher's copy of the routes, from ROUTES and ROUTES_CHANGE messages.
 
-Invariant: what :meth:`FollowedRoutes.receive` returns are the routes of one revision of the present
-broker. A change fits only the revision before it. If that one was lost, or is of another broker,
+Invariant: :meth:`FollowedRoutes.receive` returns the routes of one revision of the present broker.
+A change applies only to the revision before it. If that revision was lost, or is of another broker,
 all routes are requested, and nothing is returned until they have arrived.
 """
 
@@ -22,7 +22,7 @@ class FollowedRoutes:
 
     def __init__(self, send: Callable[[RoutesRequest], object]) -> None:
         self._send = send
-        self._boot = 0  # of the broker that has sent these
+        self._boot = 0  # of the broker that has sent the routes
         self._groups: dict[str, Routes] = {}
 
     def receive(self, envelope: Envelope, message: Message) -> Routes | None:

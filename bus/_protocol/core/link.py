@@ -1,4 +1,4 @@
-"""A peer's side of its membership: it joins, sends heartbeats, and joins again.
+"""Keeps a peer joined to the broker: sends its JOIN and heartbeats, and joins again.
 
 ::
 
@@ -20,10 +20,10 @@
 Invariants: while not JOINED, the link itself sends only JOIN and LEAVE; an old or duplicate frame
 of the broker changes nothing.
 
-A broker to which a thousand peers connect at once answers late. A JOIN that was sent reaches it,
-unless the connection breaks, so that repeating it soon would only make the broker later. And if
-this process did not run for a while, an answer may wait unread: after a late tick the link waits
-for LATE_MS before it counts the broker as silent, or a JOIN as unanswered.
+A broker to which a thousand peers connect at once answers late. A JOIN that was sent reaches the
+broker unless the connection breaks, so repeating the JOIN soon would only delay the broker more.
+And if this process did not run for a while, an answer may wait unread. So after a late tick the
+link waits for LATE_MS before it counts the broker as silent, or a JOIN as unanswered.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ class Link:
         return []
 
     def other_version(self, nack: m.Nack) -> list[Effect]:
-        """Handles a frame of the broker that has an unreadable wire version.
+        """Handles a frame of a broker with another wire version; ``nack`` has the reason.
 
-        A peer that is joining becomes REFUSED, for the reason in ``nack``. Else nothing changes.
+        A peer that is joining becomes REFUSED. Otherwise nothing changes.
         """
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
     def leave(self, reason: str) -> list[Effect]:
-        """Leaves the bus: sends LEAVE if the broker may know this peer."""
+        """Leaves the bus: sends LEAVE if the broker may have received a JOIN."""
         may_be_in = self._asked and self.state in (LinkState.JOINING, LinkState.JOINED)
         self.state = LinkState.CLOSED
         return [Send(m.Leave(reason))] if may_be_in else []

@@ -1,4 +1,4 @@
-"""The peers on the bus: joins, heartbeats, leaves and losses.
+"""Tracks the peers on the bus: their joins, heartbeats, leaves and losses.
 
 ::
 
@@ -313,12 +313,13 @@ class Membership:
         except UsageError as error:
             return _malformed(str(error).split("=", 1)[0], str(error))
         if (join.role == "engine") != (join.engine is not None):
-            return _malformed("engine", "an engine must join with its facts, other peers without")
+            text = "the JOIN of an engine must have this field, and no other peer's may"
+            return _malformed("engine", text)
         if (join.role == "coordinator") != (join.coordinator is not None):
-            text = "a coordinator must join with its DP group, other peers without"
+            text = "the JOIN of a coordinator must have this field, and no other peer's may"
             return _malformed("coordinator", text)
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
-            text = f"rank {join.engine.dp_rank} of a DP group of {join.engine.dp_size}"
+            text = f"{join.engine.dp_rank} is not below dp_size {join.engine.dp_size}"
             return _malformed("engine.dp_rank", text)
         held = self.by_name.get(name)
         if held is None or (held.boot, held.user) == (envelope.boot, user):
@@ -326,7 +327,8 @@ class Membership:
         silent_ms = now_ms - held.last_heard_ms
         return Failure(
             NackCode.NAME_TAKEN,
-            f"the name is held by {held.role} {held.host}:{held.pid}, heard {silent_ms:.0f} ms ago",
+            f"the name is taken by {held.role} {held.host}:{held.pid}, "
+            f"last heard {silent_ms:.0f} ms ago",
             field="sender",
             peer=name,
             hint=f"choose another with --name, or wait {self.peer_timeout_ms:.0f} ms if it is dead",
@@ -341,7 +343,7 @@ class Membership:
                 continue
             if len(place) == 2:  # noqa: PLR2004 - host and URL
                 field = "engine.endpoint"
-                detail = f"the engine at {place[1]} has the sidecar {other.name} "
+                detail = f"the engine at {place[1]} already has the sidecar {other.name} "
                 detail += f"({other.host}:{other.pid}, group {other.group})"
                 hint = f"an engine has one sidecar: stop the other one, or {dead}"
             elif place[2] is None:

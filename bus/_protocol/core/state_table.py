@@ -57,7 +57,7 @@ class StateMachine(Generic[S, E]):
 
 
 class IllegalTransition(ProtocolError):
-    """Raised for an event that can't happen in this state: a bug in wavebus.
+    """Raised for an event that the transition table does not allow: a bug in wavebus.
 
     Args:
         story: the machine's last events, each with the state before it.
@@ -68,6 +68,6 @@ class IllegalTransition(ProtocolError):
     ) -> None:
         events = ", ".join(f"{event.value} in {state.value}" for state, event in story)
         super().__init__(
-            f"{machine}: {event} in state {state.value} is not in its table; "
-            f"the last events before it: {events or 'none'}"
+            f"{machine}: event {event} in state {state.value} is not allowed: a bug in "
+            f"wavebus; the last events before it: {events or 'none'}"
         )

@@ -33,8 +33,8 @@ def manifest_of(message: Arm, known: dict[str, Manifest]) -> Manifest:
 
     Args:
         message: the ARM.
-        known: the last manifests by their own digests; a new one is added. Patches are not: no two
-            of them are alike.
+        known: the last manifests by their own digests; a new manifest is added, unless it is of a
+            patch, because no two patches are alike.
 
     Raises:
         Declined: the manifest contradicts itself or its digest. The error names the wrong field,
@@ -49,13 +49,16 @@ def manifest_of(message: Arm, known: dict[str, Manifest]) -> Manifest:
             raise _contradiction(message, error) from error
     _check_digest(message, manifest)
     if removes_adapter(message.backend) is bool(manifest.names):
-        text = "an update needs tensors, unless it removes an adapter"
+        text = "an update must have tensors, unless it removes an adapter"
         raise decline(NackCode.MANIFEST_REFUSED, text, field="names")
     if bool(message.base) is not bool(manifest.counts):
-        raise decline(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
+        raise decline(
+            NackCode.MANIFEST_REFUSED, "a patch needs both counts and a base", field="base"
+        )
     if bool(manifest.counts) is not is_patching(message.backend):
         sent = "patches" if manifest.counts else "whole sets of weights"
-        raise decline(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
+        text = f"backend {message.backend} can't send {sent}"
+        raise decline(NackCode.BACKEND_MISSING, text, field="backend")
     if (manifest.is_cast, manifest.is_open) != (message.is_cast, message.is_open):
         manifest = replace(manifest, is_cast=message.is_cast, is_open=message.is_open)
     if message.names and not manifest.counts:
@@ -106,7 +109,7 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
     if message.digest != manifest.digest:
         raise decline(
             NackCode.MANIFEST_REFUSED,
-            f"chunk {message.chunk} is of manifest {message.digest[:12]}, and "
+            f"chunk {message.chunk} is of manifest {message.digest[:12]}, but manifest "
             f"{manifest.digest[:12]} is armed",
             field="digest",
             hint="send an ARM or ARM_PART of the chunk's manifest first",
@@ -127,7 +130,7 @@ def check_sums(manifest: Manifest, message: ChunkSent) -> None:
     if len(message.sums) != expected:
         raise decline(
             NackCode.MALFORMED,
-            f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
-            f"of chunk {message.chunk}",
+            f"chunk {message.chunk} has {len(message.sums)} checksums, and verify={message.verify} "
+            f"needs {expected}",
             field="sums",
         )

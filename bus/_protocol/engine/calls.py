@@ -1,7 +1,6 @@
-"""Engine calls that the session's state machine requests, and the queue in which they wait.
+"""Defines the engine calls that the session machine requests, and their queue.
 
-The steps of an update are operations (:mod:`bus.operations`), which the sidecar
-carries to the engine unread. All other calls are declared here.
+The steps of an update are operations (:mod:`bus.operations`). All other calls are defined here.
 """
 
 from __future__ import annotations
@@ -123,9 +122,9 @@ class CallCommit:
 class CallCancel:
     """Engine call: cancel the running call, which has no deadline of its own.
 
-    That is a swap that has not swapped yet, or a staged receive over a transport of vLLM's own.
-    This call never waits in the queue, because it is made beside the running call, whose result
-    shows whether it was cancelled.
+    The running call is a swap that has not swapped yet, or a staged receive over a transport of
+    vLLM's own. CallCancel never waits in the queue: it is made beside the running call, whose
+    result shows whether it was cancelled.
     """
 
 
@@ -242,9 +241,9 @@ class CallQueue:
         return self._jobs[0].call if self._jobs else None
 
     def cancellable(self) -> ops.SwapStaged | ops.ReceiveChunk | None:
-        """Returns the running call that may wait for others for good; None: none.
+        """Returns the running call if it may wait for ever: a swap, or a staged receive.
 
-        That is a swap, or a staged receive over a transport of vLLM's own.
+        A receive may wait for ever only over a transport of vLLM's own.
         """
         running = self.running()
         if isinstance(running, ops.SwapStaged):
@@ -304,5 +303,5 @@ def ack(
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
-    """Returns the effect that refuses the command ``reply_to``; the rest as in Failure.nack."""
+    """Returns the effect that refuses the command ``reply_to``."""
     return Send(failure.nack(step, update_id, chunk), reply_to=reply_to)

@@ -78,14 +78,15 @@ class EngineChunks:
         """
         manifest = self._armed_manifest()
         if not manifest.is_open or message.part != self.parts:
-            raise wrong_state(f"part {message.part} of an update with {self.parts} parts", "part")
+            text = f"part {message.part} is out of order: part {self.parts} is next"
+            raise wrong_state(text, "part")
         if self.applied < self.total:  # a CHUNK_SENT was lost: the broker repeats it
             return None
         part, self._joined = part_of(manifest, message)
         return part
 
     def on_extended(self) -> None:
-        """Records that the engine takes the tensors of the part that :meth:`extend` returned."""
+        """Records that the engine has accepted the part that :meth:`extend` returned."""
         assert self._joined is not None
         self.parts += 1
         self._manifest = self._joined
@@ -125,7 +126,8 @@ class EngineChunks:
             Declined: there is no such chunk, or it is of another manifest.
         """
         if message.chunk >= self.total:
-            raise wrong_state(f"chunk {message.chunk} of {self.total}", "chunk")
+            text = f"there is no chunk {message.chunk}; the update has {self.total}, from 0"
+            raise wrong_state(text, "chunk")
         if message.chunk < self.applied:
             return [ack(msg_id, Step.CHUNK, self._update_id, chunk=message.chunk)]
         if isinstance(message, WeightChunkMeta) and message.chunk == self._ack_received:

@@ -25,7 +25,7 @@ from typing import Final
 
 from bus._protocol.core.state_table import StateMachine
 
-# How often a sidecar retries what ends a pause.
+# How often a sidecar retries to end a pause whose lease is over.
 LEASE_RETRY_MS: Final = 1000.0
 
 

@@ -1,4 +1,4 @@
-"""The memory of one engine in a pause: the sidecar's side.
+"""Puts one engine's memory to sleep in a pause, and wakes it: the sidecar's side.
 
 Invariants:
 
@@ -109,7 +109,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
             self._queue.add(c.CallSleep(message.level, clears), msg_id)
             return []
         if message.level != self._level and not another:
-            raise wrong_state(f"the engine sleeps at level {self._level}", "level")
+            raise wrong_state(f"the engine already sleeps at level {self._level}", "level")
         if self.state is _S.FALLING:
             return []
         if self.state is _S.ASLEEP:

@@ -1,4 +1,4 @@
-"""One engine's pause: the sidecar's side.
+"""Pauses and resumes one engine: the sidecar's side.
 
 Invariants:
 

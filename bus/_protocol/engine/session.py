@@ -115,7 +115,7 @@ class EngineSession:
             if epoch < self.epoch:
                 raise decline(
                     m.NackCode.FENCED,
-                    f"epoch {epoch}, this engine has seen {self.epoch}",
+                    f"the command has epoch {epoch}, and this engine has received {self.epoch}",
                     field="epoch",
                 )
             self.epoch = self.update.transfer.epoch = epoch
@@ -276,7 +276,7 @@ class EngineSession:
         partial: Iterable[str],
         asleep: bool,
     ) -> None:
-        """Records a pause that an earlier sidecar, or the engine itself, has left.
+        """Records a pause that an earlier sidecar has left, or that the engine has entered itself.
 
         Requires :attr:`at_rest`. ``partial``: the parts without weights. ``asleep``: memory sleeps.
         """
@@ -293,7 +293,7 @@ class EngineSession:
         return self._with_calls(self._update_admission(), now_ms)
 
     def on_core_quarantined(self, now_ms: float) -> list[c.SessionEffect]:
-        """Records that the engine (:attr:`at_rest`) stays paused, since some rank lacks weights."""
+        """Records that the engine (:attr:`at_rest`) stays paused, as a rank lacks weights."""
         effects: list[c.SessionEffect] = []
         if part := self.update.part_in_place:  # the core could not undo it
             partial, asleep = {*self.update.partial, part}, not self.memory.awake
@@ -333,9 +333,9 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """Returns for how many ms the engine core waits for this sidecar before it resumes itself.
 
-        That is until the lease is over, and some time more in which the sidecar undoes the update,
-        and would resume an engine without peer ranks. The number is negative once nothing is left
-        to undo, and the cores of a DP group are to decide.
+        The core waits until the lease is over. It then gives the sidecar some time to undo the
+        update, and to resume an engine without peer ranks. The number is negative once nothing is
+        left to undo and the cores of a DP group may decide.
         """
         left_ms = self.lease.ran_out_ms - now_ms
         calls = len(self._queue) and self.pause.state is not EnginePauseState.PAUSING

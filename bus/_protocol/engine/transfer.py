@@ -1,4 +1,4 @@
-"""The engine's end of the out-of-band transport: the sidecar's side.
+"""Opens and drains the engine's end of a weight transport: the sidecar's side.
 
 ::
 

@@ -1,4 +1,4 @@
-"""One engine's weight update: the sidecar's side.
+"""Updates one engine's weights: the sidecar's side.
 
 The module :mod:`bus._protocol.engine.update_states` has its states and their table.
 
@@ -150,7 +150,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def cancellable(self) -> ops.SwapStaged | ops.ReceiveChunk | None:
-        """The running call that may wait for good, and that :class:`CallCancel` ends; or None."""
+        """The running call that may wait for ever, and that ``CallCancel`` ends; or None."""
         return self._queue.cancellable()
 
     def about_to_serve(self, version: int) -> bool:
@@ -183,10 +183,10 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if self.state in MIXED and message.version > self._order.version:  # ABORT is under way
             return self.give_way("the bus arms a later one") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
-            raise wrong_state(f"update {self.update_id} is {self.state.value}")
+            raise wrong_state(f"the engine's update {self.update_id} is {self.state.value}")
         if not message.scope and message.version <= self.version:  # a catch-up may go back
             raise wrong_state(
-                f"version {message.version}, the engine is at {self.version}", "version"
+                f"version {message.version} is not above the engine's {self.version}", "version"
             )
         order = UpdateSpec.of(message)
         order.require_target(draft=self._draft)
@@ -288,7 +288,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if self.state is not _S.FINISHED:
             raise wrong_state(f"the update is {self.state.value}, not finished")
         if message.version != self._order.version:
-            raise wrong_state(f"armed for version {self._order.version}", "version")
+            raise wrong_state(f"the update is armed for version {self._order.version}", "version")
         if not self.staged:
             return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
         if (staging := self._order.staging) is None or not swaps:
@@ -305,7 +305,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if unknown or self.state is _S.ABORTING:  # that call or abort ends first; ABORT is repeated
             return []
         if self.state is _S.COMMITTING and not self.staged:
-            raise wrong_state("the update is being committed")
+            raise wrong_state("the update is being committed, so it can't be aborted")
         self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
             self._abort_asked = msg_id
@@ -479,8 +479,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     def _require(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:
-            at = f"at {self.update_id or 'none'}, {self.state.value}"
-            raise wrong_state(f"no such update here ({at})", "update_id")
+            last = f"its last one is {self.update_id or 'none'}, {self.state.value}"
+            raise wrong_state(f"the engine has no such update; {last}", "update_id")
 
 
 _OF_TRANSPORTS: Final = (ops.Open, ops.Drain)

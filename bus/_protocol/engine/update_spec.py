@@ -1,4 +1,4 @@
-"""The content of one update, from its ARM, and its requirements on the engine.
+"""Checks whether an engine meets the requirements of an update, which its ARM describes.
 
 ================== ==========================================================================
 update             requirements
@@ -129,7 +129,9 @@ class UpdateSpec:
         Raises:
             Declined: code ``staging_refused``.
         """
-        why_not = "it was not armed for that" if self.armed is None else self.armed.why_paused
+        why_not = (
+            "the update was armed without staging" if self.armed is None else self.armed.why_paused
+        )
         if partial:
             why_not = "some of its weights are missing"
         if why_not:
@@ -150,7 +152,7 @@ class UpdateSpec:
             return
         why_not = room.why_not
         if self.part != "model" or self.base:
-            why_not = "a whole set of the model's weights can be staged, and no other update"
+            why_not = "only a whole set of the model's weights can be staged"
         elif partial:
             why_not = "some of its weights are missing, so it needs an update in a pause"
         self.armed = Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)

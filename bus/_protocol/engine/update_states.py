@@ -1,4 +1,4 @@
-"""The states of one engine's weight update, and its transition table."""
+"""Defines the states of one engine's weight update, and their transition table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canary, broker's side: which engines can run it, their results, and failed engines.
+"""Runs the canary for the broker: which engines can run probes, their results, and failures.
 
 The broker compares no tokens, because it has no model. The trainer compares them, and its COMMIT
 names the engines that differ.
@@ -46,7 +46,7 @@ def require_probes(
         return
     can_abort = way == "keep" and all(facts[name].canary for name in unable)
     detail = (
-        "would serve the requests that the pause keeps with unproven weights"
+        "would also run the requests that the pause keeps, with unproven weights"
         if can_abort
         else "can't run probes"
     )
@@ -61,7 +61,7 @@ def require_probes(
 
 
 def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
-    """Returns the PROBE_REPORT, which tells the trainer what the engines have answered.
+    """Returns the PROBE_REPORT, which has the engines' results for the trainer.
 
     Args:
         update: the group's update; all engines have answered its probes.

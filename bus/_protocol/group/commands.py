@@ -1,8 +1,9 @@
 """Checks the commands of a group's trainer, then executes or queues them.
 
-A command that must wait for an earlier step is queued (:class:`Commands` says which). One that does
-not fit the group's state at all is declined, with the reason, and changes nothing. Any other one
-changes the state machines, and returns actions for :class:`bus._protocol.group.group.Group`.
+A command that must wait for an earlier step is queued (:class:`Commands` lists these). A command
+that does not fit the group's state is declined, with the reason, and changes nothing. Any other
+command changes the state machines, and returns actions for
+:class:`bus._protocol.group.group.Group`.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Commands:
                 self._state.update.require(*_BEFORE_COMMIT, update_id=message.update_id)
                 if message.version != self._state.update.version:
                     raise wrong_state(
-                        f"the bus gave this update version {self._state.update.version}", "version"
+                        f"the broker assigned version {self._state.update.version} to this update",
+                        "version",
                     )
                 return self._queue(msg_id, m.Step.COMMIT, message)
             case m.Abort():
@@ -149,7 +151,7 @@ class Commands:
     def _ask(
         self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
     ) -> list[Action]:
-        """Registers a request as waiting for the step that these instructions begin."""
+        """Registers a request as waiting for a step, and returns the step's instructions."""
         self._state.session.ask((step, chunk), msg_id)
         return [*instructions]
 
@@ -174,7 +176,7 @@ class Commands:
         for step, message in list(self.queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
                 del self.queued[step]
-                ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this step's turn")
+                ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this step began")
                 nack = (update.failure or ended).nack(step.value, message.update_id)
                 refused += self._state.session.answer((step, 0), nack)
                 continue
@@ -226,7 +228,7 @@ class Commands:
             )
         least_ms = self._state.config.min_lease_ms
         if message.lease_ms < least_ms:
-            text = f"{message.lease_ms} ms is less than the broker needs to notice a lost peer"
+            text = f"{message.lease_ms} ms is too short for the broker to detect a lost peer"
             raise decline(m.NackCode.MALFORMED, text, field="lease_ms", hint=f"at least {least_ms}")
         members = self._members(message.scope)
         self._state.orphaned = False
@@ -248,7 +250,7 @@ class Commands:
                 return [*self._state.answer_at_once(msg_id, m.Step.RESUME, message.update_id)]
             raise wrong_state(f"group {self._state.name} is not paused", "update_id")
         if message.update_id != self._state.pause.update_id:
-            raise wrong_state(f"the pause under way is {self._state.pause.update_id}", "update_id")
+            raise wrong_state(f"the group is in pause {self._state.pause.update_id}", "update_id")
         update = self._state.update
         self._state.session.ask((m.Step.RESUME, 0), msg_id)
         if update.is_unsafe:  # RESUME waits for the update's end
@@ -294,7 +296,7 @@ class Commands:
         if pause.state is not PauseState.PAUSED:
             raise wrong_state(f"the group is {pause.state.value}", hint="send PAUSE_LOCAL first")
         if update_id != pause.update_id:
-            raise wrong_state(f"the pause under way is {pause.update_id}", "update_id")
+            raise wrong_state(f"the group is in pause {pause.update_id}", "update_id")
         self._state.update.require(UpdateState.IDLE)
         return pause.members
 
@@ -323,9 +325,9 @@ class Commands:
         if made.communicator != number:
             raise decline(
                 m.NackCode.TRANSFER_CLOSED,
-                "engines came, went or restarted since the transfer was planned",
+                "engines joined, left or restarted since the transfer was planned",
                 field="communicator",
-                hint="ask for a new plan, and open the transport again",
+                hint="request a new plan, and open the transport again",
             )
         return made
 
@@ -352,9 +354,9 @@ class Commands:
         if message.quorum > groups:
             raise decline(
                 m.NackCode.QUORUM_MISSING,
-                f"a commit needs {message.quorum} DP groups, and {groups} are there",
+                f"a commit needs {message.quorum} DP groups, and {groups} are present",
                 field="quorum",
-                hint="start more, or ask for fewer",
+                hint="start more DP groups, or lower the quorum",
             )
         asleep = sleep is not SleepState.AWAKE
         require_probes(message.canary, members, self._state.registry, asleep=asleep)
@@ -381,7 +383,7 @@ class Commands:
         if stale:
             raise decline(
                 m.NackCode.WRONG_STATE,
-                f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
+                f"not at the group's version {self._state.version}: {', '.join(stale[:8])}",
                 stale[0],
                 field="target",
                 hint="update the model first, then its draft or adapters",
@@ -396,7 +398,8 @@ class Commands:
             return []
         assert manifest is not None
         if number >= update.chunks_planned:
-            raise wrong_state(f"chunk {number} of an update of {update.chunks_planned}", "chunk")
+            text = f"there is no chunk {number}; the update has {update.chunks_planned}, from 0"
+            raise wrong_state(text, "chunk")
         if number >= update.chunks_asked + isinstance(message, m.WeightChunkMeta):
             return []  # an earlier one was lost: the trainer repeats both
         under_way = update.chunks.get(number)
@@ -416,7 +419,7 @@ class Commands:
         if state is UpdateState.IDLE or message.update_id != self._state.update.update_id:
             return [*self._state.answer_at_once(msg_id, m.Step.ABORT, message.update_id)]
         if state is UpdateState.COMMITTING:
-            raise wrong_state("the update is being committed")
+            raise wrong_state("the update is being committed, so it can't be aborted")
         self._state.session.ask((m.Step.ABORT, 0), msg_id)
         if state is UpdateState.ABORTING:
             return []
@@ -453,10 +456,12 @@ def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart)
     """Returns the manifest of an open update, with its next part.
 
     Raises:
-        Declined: the part is not the next one; or a tensor came before, and is named.
+        Declined: the part is out of order, or a tensor (which is named) came before.
     """
     update.require(*TAKES_CHUNKS, update_id=message.update_id)
     assert known is not None
     if not update.is_open or message.part != update.parts or not update.has_sent_all:
-        raise wrong_state(f"part {message.part} is not the next one", "part")
+        raise wrong_state(
+            f"part {message.part} is out of order: part {update.parts} is next", "part"
+        )
     return part_of(known, message)[1]

@@ -1,4 +1,4 @@
-"""The engines of a group: which take part, joined late, or are quarantined.
+"""Records a group's engines: which take part, have joined late, or are quarantined.
 
 :func:`communicator` gives the workers of these engines their ranks in a collective transfer.
 Rank 0 is the trainer's sender. After it come the workers of every engine that takes part, engine by
@@ -78,16 +78,16 @@ class EngineRecord:
     """The group's conclusions about one engine. Only :class:`EngineRegistry` changes it.
 
     Attributes:
-        quarantined: why the engine may hold a part of an update; None: it does not. It stays paused
-            until its ACK of a COMMIT, or a heartbeat, says that its weights are whole.
-        has_model: it is quarantined, but the model's weights are whole.
+        quarantined: why the engine may hold a part of an update; None: it is not quarantined. It
+            stays paused until its ACK of a COMMIT, or a heartbeat, shows whole weights.
+        has_model: the engine is quarantined, but the model's weights are whole.
         differs_at: the version with which it failed the canary; None: it has not failed.
         was_stale: it did not serve the group's version when the update under way was armed.
-        not_admitting: its admission is closed. The engine says so, or the engine or a peer rank was
-            stale or quarantined and has not been resumed since.
+        not_admitting: its admission is closed: the engine reports so, or the engine or a peer rank
+            was stale or quarantined and has not been resumed since.
         joined_late: it joined during a pause or an update, and takes part from the next one on.
-        pausing_beats: how many heartbeats in a row said that it is pausing.
-        pause_unknown: it can't tell whether it is paused.
+        pausing_beats: how many heartbeats in a row reported that it is pausing.
+        pause_unknown: the engine reports that its pause may or may not have been made.
         incomplete: its DP group lacks a rank, so it can't step, and is neither paused nor updated.
     """
 
@@ -103,7 +103,7 @@ class EngineRecord:
 
 
 def _routed_by(peer: Peer, record: EngineRecord) -> tuple[object, ...]:
-    """Returns what the routes depend on, of one engine."""
+    """Returns everything about one engine that the routes depend on."""
     facts = peer.facts
     assert facts is not None
     entry = (facts.dp_group, facts.dp_size, facts.endpoint, facts.limits, facts.pd_role)
@@ -221,7 +221,7 @@ class EngineRegistry:
         record.pausing_beats = record.pausing_beats + 1 if phase == "pausing" else 0
         record.pause_unknown = phase == "pause_unknown"
         if phase == "quarantined":
-            record.quarantined = record.quarantined or "only a part of an update is loaded in it"
+            record.quarantined = record.quarantined or "only a part of an update is loaded"
         elif phase not in ("updating", "weights_discarded"):
             self._end_quarantine(name)
         self._check_admission(record, phase, closed=closed)
@@ -287,7 +287,7 @@ class EngineRegistry:
             return False
         self.changes += (outcome == "partial") != (record.quarantined is not None)
         if outcome == "partial":
-            record.quarantined = record.quarantined or "only a part of an update was loaded in it"
+            record.quarantined = record.quarantined or "only a part of an update was loaded"
             record.has_model = False
             return True
         self._end_quarantine(name)
@@ -374,7 +374,7 @@ class EngineRegistry:
         return self.is_quarantined(name) and not self._records[name].has_model
 
     def last_heard(self, name: str, now_ms: float) -> str:
-        """Returns a text: the engine's name and, if present, its last frame's age."""
+        """Returns a text with an engine's name, and how long ago its last frame arrived."""
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
@@ -406,7 +406,7 @@ class EngineRegistry:
         return self.unable() | {n for n, record in self._records.items() if record.joined_late}
 
     def ready(self) -> list[str]:
-        """Returns the names of the engines that take part in a new pause or update."""
+        """Returns the sorted names of the engines that would take part in a pause or update."""
         return sorted(self.engines.keys() - self._left_out())
 
     def members(self) -> dict[str, str]:
@@ -431,11 +431,11 @@ class EngineRegistry:
         return frozenset[str]().union(*map(self.dp_peers, out))
 
     def stale(self, names: Iterable[str], version: int) -> list[str]:
-        """Returns which of these engines don't serve the version, by name."""
+        """Returns the sorted names of those of these engines that don't serve the version."""
         return sorted(name for name in names if self.engines[name].version != version)
 
     def older(self, names: Iterable[str], version: int) -> list[str]:
-        """Returns which of these engines are whole and of an earlier version, by name."""
+        """Returns the sorted names of the whole engines that serve an earlier version."""
         whole = {*names} - self.quarantined.keys()
         return sorted(name for name in whole if self.engines[name].version < version)
 

@@ -52,12 +52,12 @@ class FollowUps:
     """Finds what follows from a change of the group's state, and skips the search if nothing can.
 
     Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come, the
-    end of an abandoned pause, and the admission of engines that joined late. They depend on
+    end of an abandoned pause, and the admission of engines that joined late. Follow-ups depend on
 
     - the states of pause, sleep and update: each transition counts in ``StateMachine.moves``;
     - queued commands, which also wait for chunks: while there are any, the search is made;
     - a trainer that is gone: the group calls :meth:`mark`. (A RESUME waits for a transition.)
-    - engines that joined late: they do so only in a pause or an update, whose end is a transition.
+    - engines that joined late, in a pause or an update, whose end is a transition.
 
     So a search that found nothing finds nothing until one of these changes. Most events, such as
     the ACKs of a chunk, change none of them.
@@ -399,7 +399,7 @@ class Group(GroupSteps):
 
         Returns:
             The effects that remain, and when :meth:`tick` is due at the latest; None: not earlier
-            than said before.
+            than the last review returned.
         """
         registry, routing = self.registry, self.routing
         moves = (self.pause.moves, self.sleep.moves, self.update.moves)

@@ -65,7 +65,7 @@ class GroupState:
         last_resumed: the id of the pause that was resumed last.
         orphaned: the trainer that asked for the present pause is gone.
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
-        ended: how the last updates ended, by their ids, in words.
+        ended: the outcomes of the last updates as text, by update id.
         moved_ms: when the trainer last made progress, or was last answered.
         is_due_known: False: a deadline of the group may be earlier than at its last review.
         count_due_ms: when :meth:`answer_waiters` must be called at the latest; None: never.
@@ -248,7 +248,7 @@ class GroupSteps(GroupState):
         self.sleep.on_committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):
-            reason = "only a part of an update of its other model is loaded in it"
+            reason = "only a part of an update of its other model is loaded"
             effects += self.quarantine(name, reason, self.update.update_id)
         return effects
 
@@ -267,7 +267,10 @@ class GroupSteps(GroupState):
         event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
         if step in PAUSE_STEPS:
             event = "pause_failed"
-        elif failure.code in (NackCode.TRANSFER_CLOSED, NackCode.DTYPE_KEPT):  # it arms again
+        elif failure.code in (
+            NackCode.TRANSFER_CLOSED,
+            NackCode.DTYPE_KEPT,
+        ):  # the trainer arms again
             event = "dtype_kept" if failure.code is NackCode.DTYPE_KEPT else "transfer_closed"
         level = "info" if event in ("transfer_closed", "dtype_kept") else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)

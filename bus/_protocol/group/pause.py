@@ -1,9 +1,8 @@
 """Pauses a group in one phase or two, and resumes it: the broker's side.
 
 Two phases keep a rank from waiting in a collective for a peer rank that never pauses. If every DP
-group of the pause has one rank, there are no peer ranks, and one phase is enough: PAUSE_LOCAL with
-``one_phase`` asks for what PAUSE_GLOBAL asks for. A sidecar of an older wire version acknowledges
-the first phase. It then gets PAUSE_GLOBAL, too.
+group of the pause has one rank, there are no peer ranks, and one phase is enough: an engine answers
+PAUSE_LOCAL with ``one_phase`` by the ack of the step pause_global.
 
 Invariants:
 
@@ -261,7 +260,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
             or Failure(
                 NackCode.EMPTY_GROUP,
                 "no engine is left in the pause",
-                hint="those that are quarantined wait for an update of all weights",
+                hint="quarantined engines resume after an update of all weights",
             )
         )
         return [StepFailed(step, failure) for step in steps]

@@ -119,7 +119,7 @@ class EarlierCommits:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._update_id = ""  # of the last COMMIT
-        self._since_ms = 0.0  # when it first came
+        self._since_ms = 0.0  # when that COMMIT first came
 
     def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
         """Acknowledges the COMMIT if engines serve its version.

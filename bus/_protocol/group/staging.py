@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class StagingDecision:
-    """Whether one update can be staged; if not, why it needs a pause.
+    """Records whether one update can be staged, and if not, why it needs a pause.
 
     Args:
         wanted: whether the trainer asks for staging.
@@ -62,15 +62,15 @@ class StagingDecision:
         Raises:
             Declined: the update can't be staged.
         """
-        why_not = self.pause_reason if self.wanted else "it was armed for a pause"
+        why_not = self.pause_reason if self.wanted else "the update was armed without staging"
         if why_not:
             raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
 
 def before_engines(message: Arm, pause: str) -> str:
-    """Returns why an update can't be staged, as far as the group itself shows.
+    """Returns the group's own reason why an update can't be staged.
 
-    Engines are asked afterwards, and may have reasons of their own.
+    If there is none, the engines are asked, and may have reasons of their own.
 
     Args:
         pause: the state of the group's pause, such as ``running``.
@@ -85,7 +85,7 @@ def before_engines(message: Arm, pause: str) -> str:
         return ""
     why_not = ""
     if message.canary:
-        why_not = "a canary runs in the pause"
+        why_not = "the update has a canary, which runs in a pause"
     elif pause != "running":
         why_not = f"the group is {pause}"
     if why_not and message.staging.required:

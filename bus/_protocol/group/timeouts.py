@@ -7,8 +7,8 @@ engines; :meth:`bus._protocol.group.group.Group.tick` acts on what they return.
   until it answers, it is not routable, and takes no part in new steps. An engine that misses the
   same step again and again is out for longer each time. A chunk's time starts when
   the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
-- An engine that is asked to join a communicator, or to undo an update, and then silent for half of
-  ``peer_timeout_ms``, drops out in the same way, so that the trainer can go on without it.
+- An engine that must join a communicator, or undo an update, and is silent for half of
+  ``peer_timeout_ms``, drops out in the same way, so that the trainer can continue without it.
 - An engine that drains a transport has the drain's own time, and 10 s more.
 - If a step waits for the trainer alone, and the trainer makes no progress for twice
   ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
@@ -42,8 +42,8 @@ SLOW_MS: Final = 10_000.0
 def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[str]:
     """Returns the engines that have not acknowledged a step in time.
 
-    An engine that is to join a communicator or to undo an update has less time if it is silent: in
-    most cases the others have just lost a peer, and this is the one.
+    An engine that must join a communicator or undo an update has less time if it is silent. In most
+    cases the others have just lost a peer, and the silent engine is that peer.
     """
     if barrier.waiting_for_trainer:
         return []
@@ -127,9 +127,9 @@ def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
             ready = state.registry.ready()
             failure = Failure(
                 NackCode.TIMEOUT,
-                f"{len(ready)} of {wait.count} engines joined group {state.name} "
-                f"in {wait.timeout_ms} ms: {', '.join(ready) or 'none'}",
-                hint="look at the sidecars' logs; `wavebus status` shows who joined which group",
+                f"{len(ready)} of {wait.count} engines of group {state.name} were ready "
+                f"after {wait.timeout_ms} ms: {', '.join(ready) or 'none'}",
+                hint="look at the sidecars' logs; `wavebus status` shows the engines of each group",
             )
             effects += state.session.answer_ids([msg_id], failure.nack())
     return effects

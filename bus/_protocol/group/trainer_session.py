@@ -56,7 +56,7 @@ class TrainerSession:
             the epoch that the owner was granted.
         owner: the trainer that owns the group; None: no trainer does.
         granted_epoch: the epoch that the owner was granted.
-        known_epoch: the epoch that the owner knew from an earlier broker, or an earlier ownership.
+        known_epoch: the epoch in the owner's JOIN, from an earlier broker or ownership.
         waiters: the WAIT_ENGINES that wait for engines, by request id, with their deadlines.
     """
 
@@ -78,15 +78,17 @@ class TrainerSession:
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
         """Makes a trainer the owner of the group, with a new epoch.
 
-        An owner that joins again keeps its epoch and its requests. Returns why the trainer can't be
-        the owner; None: it is.
+        An owner that joins again keeps its epoch and its requests.
+
+        Returns:
+            Why the trainer can't be the owner; None: the trainer is the owner.
         """
         old = self.owner
         if old is not None and old.boot != trainer.boot:
             return Failure(
                 m.NackCode.GROUP_HELD,
                 f"group {self._group} is owned by trainer {old.name} ({old.host}:{old.pid}), "
-                f"heard {now_ms - old.last_heard_ms:.0f} ms ago",
+                f"last heard {now_ms - old.last_heard_ms:.0f} ms ago",
                 field="group",
                 peer=old.name,
                 hint="stop it; if it is dead, wait until its peer timeout is over",
@@ -116,13 +118,15 @@ class TrainerSession:
         if not self.granted_epoch <= epoch <= self.epoch:
             raise decline(
                 m.NackCode.FENCED,
-                f"epoch {epoch}, the group is at {self.epoch}",
+                f"the command has epoch {epoch}, and the group is at {self.epoch}",
                 field="epoch",
                 hint="this trainer was replaced; join again to take the group",
             )
         if self.open_requests >= OPEN_REQUESTS:
             raise decline(
-                m.NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers"
+                m.NackCode.RATE_LIMITED,
+                f"{OPEN_REQUESTS} requests of this trainer have no answer yet",
+                hint="wait for answers before sending more",
             )
 
     # -- requests and answers -----------------------------------------------------

@@ -20,8 +20,8 @@ Invariants:
 - From the first chunk on, an engine that fails or is lost drops out with all ranks of its DP group.
   They get ABORT, and quarantine themselves if they loaded anything. The others continue, because
   an abort would leave all of them half-loaded. The trainer finds the names in ``excluded``.
-- An update that is aborted fails its chunks, even if all who are left have applied them: after a
-  chunk that is done, the trainer enters the next one's collective, which nobody else does.
+- An update that is aborted fails its chunks, even if all remaining engines have applied them. If a
+  chunk counted as done, the trainer would enter the next chunk's collective alone.
 - No COMMIT is sent with fewer DP groups left than the quorum: the update is aborted as soon as they
   are fewer. After COMMIT, each engine that commits serves, even if fewer than the quorum do.
 - An engine that fails the canary drops out in the same way, before any COMMIT.
@@ -169,9 +169,9 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
                 detail = f"the broker knows no update {update_id}; it was probably restarted"
                 raise wrong_state(detail, hint="send the update again")
             detail = f"update {self.update_id} is {self.state.value}, not {' or '.join(states)}"
-            raise wrong_state(detail, hint="one update at a time, its steps in order")
+            raise wrong_state(detail, hint="send one update at a time, its steps in order")
         if update_id and update_id != self.update_id:
-            raise wrong_state(f"the update under way is {self.update_id}", "update_id")
+            raise wrong_state(f"the group's update is {self.update_id}", "update_id")
 
     # -- commands of the trainer ----------------------------------------------
 
@@ -191,7 +191,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         staging: StagingDecision | None = None,
         asked: m.Arm | None = None,
     ) -> list[Instruction]:
-        """Sends ARM to every engine; ``asked``: at first as this, which may lack the tensors."""
+        """Sends ARM to every engine; ``asked``: the first ARM, which may have the digest alone."""
         self._go(_E.ARM_ASKED)
         self._reset(message.update_id, members, communicator=message.communicator)
         self.staging = staging or StagingDecision()

@@ -66,8 +66,8 @@ class ChunkWindow:
 
     Args:
         depth: the number of buffers that the sender has.
-        frees_early: True: a chunk's buffer is free as soon as the chunk's bytes are sent. False: it
-            is free when every engine has applied the chunk.
+        frees_early: True: a chunk's buffer is free as soon as the chunk's bytes are sent. False:
+            the buffer is free when every engine has applied the chunk.
     """
 
     def __init__(self, chunks: int, depth: int, *, frees_early: bool) -> None:
@@ -81,7 +81,7 @@ class ChunkWindow:
         return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
-        """Returns whether a buffer is free for a chunk, once all earlier chunks got theirs."""
+        """Returns whether a buffer is free for a chunk, after all earlier chunks got a buffer."""
         return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:

@@ -56,7 +56,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
 
     Attributes:
         pause: the PAUSE_LOCAL of the pause that is held; None: none is held.
-        epoch: the epoch in which it was made.
+        epoch: the epoch in which that pause was made.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._go(_E.AWAKE)
 
     def on_over(self, message: Message) -> None:
-        """Records that the caller no longer waits for a step's answer. Only RESUME matters."""
+        """Records that no answer to a step is awaited any more. Only RESUME changes the state."""
         if isinstance(message, Resume):
             self._over_id = message.update_id
             if self.is_open:

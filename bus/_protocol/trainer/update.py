@@ -74,7 +74,7 @@ TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUp
     # An earlier trainer left an engine asleep: PAUSE_LOCAL, WAKE.
     (_S.ARMING, _E.WAKE_ASKED): _S.WAKING,
     (_S.WAKING, _E.ARM_ASKED): _S.ARMING,  # ARM
-    # It may be armed again, with a new transport.
+    # The update may be armed again, with a new transport.
     (_S.ARMING, _E.REFUSED): _S.IDLE,
     (_S.ARMING, _E.ARMED): _S.ARMED,
     # UPDATE_START; before it PAUSE_LOCAL, unless the update is staged or a pause is held.
@@ -132,7 +132,7 @@ class UpdateRequest:
 
 
 class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
-    """Decides the trainer's messages for one update. Methods take events and return messages.
+    """Decides a trainer's messages for one update. Methods take events and return messages.
 
     Args:
         window: the pause that the trainer holds, if any.
@@ -338,7 +338,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         raise refused
 
     def describe_end(self, error: BaseException) -> None:
-        """Adds to an error the update's version, and whether the update was committed."""
+        """Sets the update's ``version`` and ``outcome`` in an error of wavebus."""
         if not isinstance(error, WavebusError):
             return
         error.version = self.armed.version if self.armed else 0

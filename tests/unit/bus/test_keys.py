@@ -43,7 +43,7 @@ def test_keygen_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(command) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert run(command) == 2
-    assert "e.secret is there already" in capsys.readouterr().err
+    assert "e.secret exists already" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "e.secret").unlink()
     assert run(command) == 2
@@ -79,12 +79,14 @@ def test_a_keyring_with_a_wrong_file_is_refused_and_the_file_named(keys: KeyFold
 
     secret = keys.make("e", "engine").read_text(encoding="utf-8")
     public = (keys.authorized / "e.pub").read_text(encoding="utf-8")
-    wrong("bad.pub", "nonsense", "bad.pub: not a file of")
-    wrong("bad.pub", public.replace("engine", "king"), "role 'king' is none of")
-    wrong("bad.pub", public.replace('public-key = "', 'public-key = "x'), "not a file of")
-    wrong("again.pub", public, "the same key as e's")
-    wrong("e.secret", secret, "a secret does not belong there")
-    wrong("b.pub", keys.public.read_text(encoding="utf-8"), "a broker's key joins no broker")
+    wrong("bad.pub", "nonsense", "bad.pub is not a key file")
+    wrong("bad.pub", public.replace("engine", "king"), "has role 'king'")
+    wrong("bad.pub", public.replace('public-key = "', 'public-key = "x'), "is not a key file")
+    wrong("again.pub", public, "has the same key as e")
+    wrong("e.secret", secret, "a secret file does not belong here")
+    wrong(
+        "b.pub", keys.public.read_text(encoding="utf-8"), "is a broker's key, which no peer may use"
+    )
     assert len(read_keyring(keys.broker).authorized) == 1
 
 
@@ -127,9 +129,9 @@ def test_a_wrong_pair_of_files_is_refused_by_option(keys: KeyFolder) -> None:
     for pair, told in (
         ((secret, None), "--broker-key: broker.pub is missing"),
         ((None, keys.public), "--key: this peer's secret file is missing"),
-        ((other, keys.public), "a public file; the secret one ends in .secret"),
-        ((secret, other), "--broker-key .*: a key of role engine, not broker"),
-        ((keys.broker / "broker.secret", keys.public), "--key .*: a broker's key"),
+        ((other, keys.public), "is a public key file; give the file that ends in .secret"),
+        ((secret, other), "--broker-key .* has a key of role engine"),
+        ((keys.broker / "broker.secret", keys.public), "--key .* is a broker's key"),
         ((keys.broker / "none", keys.public), "--key .*: No such file"),
     ):
         with pytest.raises(UsageError, match=told):

@@ -90,10 +90,10 @@ def test_another_commands_table_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[sidecar]\ngruop = 1\n", r"\[sidecar\] has no option 'gruop'"),
-        ("[sidecar.run]\ngruop = 1\n", r"\[sidecar.run\] has no option 'gruop'"),
-        ("[sidcar]\ngroup = 1\n", r"no command has the table \[sidcar\]; there are: broker, sid"),
-        ("[sidecar]\nas-json = true\n", "it has: broker, group, json, log-level, run, update"),
+        ("[sidecar]\ngruop = 1\n", r"sidecar has no option 'gruop'"),
+        ("[sidecar.run]\ngruop = 1\n", r"sidecar.run has no option 'gruop'"),
+        ("[sidcar]\ngroup = 1\n", r"\[sidcar\] names no command; commands are: broker, sid"),
+        ("[sidecar]\nas-json = true\n", "options are: broker, group, json, log-level, run, update"),
         ('gruop = "policy"\n', "no command has the option 'gruop'"),
         ("[sidecar\n", "some.toml"),
         ("x = \n", "some.toml"),

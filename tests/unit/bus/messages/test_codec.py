@@ -157,8 +157,8 @@ def test_another_wire_version_is_refused_by_name(version: int) -> None:
     """Who speaks which is in the text."""
     error = refused(frame(body_of(PAUSE), wire_version=version))
     assert (error.code, error.field) == (NackCode.WIRE_VERSION, "wire_version")
-    assert f"trainer speaks wire version {version}" in error.detail
-    assert f"this side {WIRE_VERSION}" in error.detail
+    assert f"trainer uses wire version {version}" in error.detail
+    assert f"this side uses {WIRE_VERSION}" in error.detail
 
 
 def test_a_field_with_a_default_is_needed_too() -> None:

@@ -354,7 +354,7 @@ def test_a_patch_of_a_draft_is_none_of_the_model(
             session._native_transport = NativeTransport("vllm:sparse_nccl", None)
             assert list(bench.agent.patches([PATCH], base=1)) == [PATCH]
             drafts = bench.agent.client(target="draft")
-            await _raises(UpdateFailed, "has no patches", drafts.start_weight_update)
+            await _raises(UpdateFailed, "can't send patches", drafts.start_weight_update)
 
     run(scenario())
     assert begun == ["draft"]

@@ -169,7 +169,9 @@ def test_a_frame_is_as_large_as_its_senders_role_needs(front: Front, role: Role)
     front.now_ms = 120_000.0
     nack = nack_in(front.say("p", BEAT, bound + 1))
     assert nack.code is NackCode.OVERSIZED
-    assert nack.detail == f"frame of {bound + 1} bytes; of role {role} at most {bound}"
+    assert nack.detail == (
+        f"the frame has {bound + 1} bytes; a peer of role {role} may send at most {bound}"
+    )
 
 
 def test_a_trainer_has_so_many_requests_open(front: Front) -> None:

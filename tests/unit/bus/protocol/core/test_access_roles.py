@@ -59,7 +59,7 @@ def test_a_peer_sends_what_its_role_has(role: Role, cls: type[Message], kind: st
     assert (failure is None) == (kind in MAY[role])
     if failure is not None:
         assert (failure.code, failure.field) == (NackCode.FORBIDDEN, "kind")
-        assert failure.detail == f"a peer of role {role} does not send {kind}"
+        assert failure.detail == f"a peer of role {role} may not send {kind}"
 
 
 @pytest.mark.parametrize("role", KEY_MAY)
@@ -70,7 +70,7 @@ def test_a_key_lets_in_what_its_role_has(role: KeyRole, cls: type[Message], kind
     assert (failure is None) == (kind in KEY_MAY[role])
     if failure is not None:
         assert (failure.code, failure.field) == (NackCode.FORBIDDEN, "kind")
-        assert failure.detail == f"a key of role {role} does not send {kind}"
+        assert failure.detail == f"a key of role {role} may not send {kind}"
 
 
 @pytest.mark.parametrize("key", get_args(KeyRole))

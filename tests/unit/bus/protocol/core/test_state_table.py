@@ -37,8 +37,8 @@ def test_the_error_tells_the_last_sixteen_events_in_their_order() -> None:
         with pytest.raises(IllegalTransition) as raised:
             machine._go(Switch.ON)
     assert str(raised.value) == (
-        "lamp: switch_on in state on is not in its table; the last events before it: "
-        + ", ".join(["switch_off in on", "switch_on in off"] * 8)
+        "lamp: event switch_on in state on is not allowed: a bug in wavebus; "
+        "the last events before it: " + ", ".join(["switch_off in on", "switch_on in off"] * 8)
     )
 
 

@@ -298,7 +298,7 @@ def test_a_part_that_is_refused_leaves_the_update_without_it() -> None:
     nack = only(driver.failed(Failure(NackCode.MANIFEST_REFUSED, "no", tensor="d")), Nack)
     assert (nack.step, nack.tensor) == ("part", "d")
     assert driver.update.state is _S.LOADING
-    with pytest.raises(Declined, match=f"of {CHUNKS}"):
+    with pytest.raises(Declined, match=f"has {CHUNKS}, from 0"):
         driver.chunk(CHUNKS)
     assert outcome([*driver.abort(), *driver.returned()]) == "partial"
 
