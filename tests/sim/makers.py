@@ -44,7 +44,7 @@ def make_arm(
     canary: CanaryMode = "",
     scope: tuple[str, ...] = (),
     staging: Staging | None = None,
-    transfer: str = "",
+    transfer: str = "t1",
 ) -> Arm:
     """ARM with this manifest; ``base`` is a patch's, ``scope`` a catch-up's."""
     return Arm(

@@ -118,7 +118,7 @@ class EngineSession:
                     f"the command has epoch {epoch}, and this engine has received {self.epoch}",
                     field="epoch",
                 )
-            self.epoch = self.update.transfer.epoch = epoch
+            self.epoch = epoch
             return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
         except Declined as declined:
             step = m.STEPS.get(type(message), "")

@@ -36,19 +36,13 @@ if TYPE_CHECKING:
 
 
 class EngineTransfer:
-    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``.
-
-    Attributes:
-        epoch: the fencing epoch of the command that is executed.
-    """
+    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``."""
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue
         self._name = name
         self._open: Open | None = None
-        self._asked: tuple[Open, int] | None = None  # the last one, and its epoch
-        self._drained = ""  # the id of the last drain that has ended well
-        self.epoch = 0
+        self._drained = ""  # the id of the last drain that has succeeded
 
     def open(self, msg_id: int, message: TransferInit | TransferDrain) -> list[SessionEffect]:
         """Opens the transport of a TRANSFER_INIT, or drains it; ``msg_id`` is the message's id.
@@ -64,7 +58,7 @@ class EngineTransfer:
         opening = self._opening(message)
         if self._open == opening:
             return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
-        self._open, self._asked = None, (opening, self.epoch)
+        self._open = None
         if opening not in self._queue:
             self._queue.add(opening, msg_id)
         return []
@@ -91,18 +85,14 @@ class EngineTransfer:
         return self._open == self._opening(message)
 
     def _opening(self, message: TransferInit) -> Open:
-        opening = Open(message.update_id, message.backend, message.params)
+        opening = message.update_id, message.backend, message.params
         if not message.communicator:
-            return opening
-        first_rank = message.first_ranks.get(self._name)
-        if first_rank is None:  # 0 is the sender's
-            raise decline(
-                NackCode.MALFORMED,
-                f"{self._name} has no rank in the communicator",
-                field="first_ranks",
-            )
-        place = message.communicator, message.world_size, first_rank
-        return Open(message.update_id, message.backend, message.params, *place)
+            return Open(*opening)
+        if self._name not in message.first_ranks:
+            text = f"{self._name} has no rank in the communicator"
+            raise decline(NackCode.MALFORMED, text, field="first_ranks")
+        first_rank = message.first_ranks[self._name]
+        return Open(*opening, message.communicator, message.world_size, first_rank)
 
     def on_done(self, msg_id: int, call: Open | Drain, took_ms: float) -> Send:
         """Records that the transport is open, or drained, and returns the ACK."""
@@ -117,7 +107,7 @@ class EngineTransfer:
         self._open = None
 
     def require(self, update: UpdateSpec) -> None:
-        """Checks that the transport of an update is open, and binds the update to it.
+        """Checks that the transport of an update is open.
 
         Raises:
             Declined: code ``transfer_closed``: none is open, or another one.
@@ -127,13 +117,9 @@ class EngineTransfer:
             field, found = "backend", f"no {update.backend} transport is open here"
         elif opened.communicator != update.communicator:
             field, found = "communicator", "the transport was made for another communicator"
-        elif update.transfer and update.transfer != opened.update_id:
-            field, found = "transfer", f"an earlier transport, {opened.update_id}, is open here"
-        elif not update.transfer and self._asked != (opened, self.epoch):
-            # The trainer or the broker is one wire version older.
-            field, found = "transfer", "the transport of an earlier trainer is open here"
+        elif opened.update_id != update.transfer:
+            field, found = "transfer", f"another transport, {opened.update_id}, is open here"
         else:
-            update.transfer = opened.update_id
             return
         hint = "send TRANSFER_INIT first"
         raise decline(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint)

@@ -39,8 +39,7 @@ class UpdateSpec:
         backend: the transport that brings it.
         base: the version that a patch is a difference from; 0: no patch.
         communicator: the number of the transport's communicator; 0: no collectives.
-        transfer: the id of the TRANSFER_INIT that opened the transport; empty until the transport
-            is found open, if ARM does not name it.
+        transfer: the id of the TRANSFER_INIT that opened the transport.
         staging: how the update may be staged; None: it may not.
         after: the version that the group serves before the update.
         armed: the engine's answer to an ARM with ``staging``.

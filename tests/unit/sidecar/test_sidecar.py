@@ -350,7 +350,9 @@ def test_a_second_sidecar_of_an_engine_is_refused_and_touches_nothing() -> None:
                 link_config=LinkConfig(retry_ms=100, patience_ms=0),
             )
             async with car:
-                with pytest.raises(Refused, match=f"the engine at {url} has the sidecar first"):
+                with pytest.raises(
+                    Refused, match=f"the engine at {url} already has the sidecar first"
+                ):
                     await car.run()
             assert second.calls == []
 

@@ -764,7 +764,8 @@ def arm_with(driver: Driver, backend: str, update_id: str, version: int = 4) -> 
     opening = TransferInit(f"t-{update_id}", backend, b"p", 0, 0, {})
     driver.issue(driver.update.open(1, opening))
     driver.returned()
-    arm = structs.replace(make_arm(update_id, MANIFEST, version=version), backend=backend)
+    arm = make_arm(update_id, MANIFEST, version=version, transfer=opening.update_id)
+    arm = structs.replace(arm, backend=backend)
     return driver.issue(driver.update.arm(2, arm))
 
 
@@ -851,7 +852,8 @@ def remove(driver: Driver, update_id: str, version: int) -> None:
     """As far as it is finished: no chunk comes."""
     driver.issue(driver.update.open(1, TransferInit(f"t-{update_id}", REMOVAL, b"", 0, 0, {})))
     driver.returned()
-    arm = structs.replace(make_arm(update_id, NO_TENSORS, version=version), backend=REMOVAL)
+    arm = make_arm(update_id, NO_TENSORS, version=version, transfer=f"t-{update_id}")
+    arm = structs.replace(arm, backend=REMOVAL)
     driver.issue(driver.update.arm(2, structs.replace(arm, after=driver.update.version)))
     driver.returned()
     driver.start(update_id)
@@ -927,12 +929,13 @@ class Patched(Driver):
         self.open_for_patches()
 
     def open_for_patches(self) -> None:
-        opening = TransferInit(f"t{len(self.calls)}", "vllm:sparse_nccl", b"p", 0, 0, {})
+        self.opening = f"t{len(self.calls)}"
+        opening = TransferInit(self.opening, "vllm:sparse_nccl", b"p", 0, 0, {})
         self.issue(self.update.open(1, opening))
         self.returned()
 
     def arm_patch(self, base: int, update_id: str = "u1", version: int = 9) -> None:
-        arm = make_arm(update_id, PATCH, version=version, base=base)
+        arm = make_arm(update_id, PATCH, version=version, base=base, transfer=self.opening)
         arm = structs.replace(arm, backend="vllm:sparse_nccl", after=self.update.version)
         self.issue(self.update.arm(2, arm))
 
@@ -1495,7 +1498,8 @@ def test_an_arm_of_another_communicator_is_refused(opened: int, asked: int) -> N
     assert declined.value.failure.field == "communicator"
     assert driver.update.state is _S.NONE
     assert len(driver.queue) == 0
-    driver.issue(driver.update.arm(2, make_arm("u1", MANIFEST, version=4, communicator=opened)))
+    arm = make_arm("u1", MANIFEST, version=4, communicator=opened, transfer=f"t{opened}")
+    driver.issue(driver.update.arm(2, arm))
     assert isinstance(driver.calls[-1], ArmManifest)
 
 

@@ -454,7 +454,7 @@ def test_a_start_does_not_wait_for_ever_for_a_pause() -> None:
     """Which nobody asks for: the trainer is told, and the next update is as any other."""
     scene = Scene(1)
     opening = TransferInit("u8", "sim", b"", 0, 0, {})
-    for message in (opening, make_arm("u9", make_manifest())):
+    for message in (opening, make_arm("u9", make_manifest(), transfer="u8")):
         scene.trainer.run(scene.trainer.ask(message))
         assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     asked_ms = scene.world.now_ms
