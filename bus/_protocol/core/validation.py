@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import structs
 
@@ -16,10 +16,11 @@ from bus.messages import Arm, ArmPart, NackCode
 if TYPE_CHECKING:
     from bus.messages import ChunkSent, Message, WeightChunkMeta
 
+M = TypeVar("M", bound="Message")
 MANIFESTS_KEPT: Final = 4  # the model's, its draft's, and those of some adapters
 
 
-def by_digest(message: Message) -> Message:
+def by_digest(message: M) -> M:
     """Returns an ARM or ARM_PART with the digest in place of the tensors; any other unchanged."""
     if isinstance(message, Arm):
         return structs.replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())

@@ -32,7 +32,7 @@ from bus.operations import Drain, Open
 
 if TYPE_CHECKING:
     from bus._protocol.core.effects import Send
-    from bus._protocol.engine.update_spec import UpdateSpec
+    from bus.messages import Arm
 
 
 class EngineTransfer:
@@ -106,18 +106,18 @@ class EngineTransfer:
         """Records that the opening, or a drain, failed: no transport is open."""
         self._open = None
 
-    def require(self, update: UpdateSpec) -> None:
-        """Checks that the transport of an update is open.
+    def require(self, arm: Arm) -> None:
+        """Checks that the transport that an ARM names is open.
 
         Raises:
             Declined: code ``transfer_closed``: none is open, or another one.
         """
         opened = self._open
-        if opened is None or opened.backend != update.backend:
-            field, found = "backend", f"no {update.backend} transport is open here"
-        elif opened.communicator != update.communicator:
+        if opened is None or opened.backend != arm.backend:
+            field, found = "backend", f"no {arm.backend} transport is open here"
+        elif opened.communicator != arm.communicator:
             field, found = "communicator", "the transport was made for another communicator"
-        elif opened.update_id != update.transfer:
+        elif opened.update_id != arm.transfer:
             field, found = "transfer", f"another transport, {opened.update_id}, is open here"
         else:
             return

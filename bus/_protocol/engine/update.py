@@ -63,6 +63,7 @@ from bus._lora import adapter_of
 from bus._protocol.core.effects import Note, Send
 from bus._protocol.core.failures import Failure, swap_cancelled, wrong_state
 from bus._protocol.core.state_table import StateMachine
+from bus._protocol.core.validation import by_digest
 from bus._protocol.engine import calls as c
 from bus._protocol.engine.chunks import EngineChunks
 from bus._protocol.engine.transfer import EngineTransfer
@@ -120,12 +121,12 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     @property
     def update_id(self) -> str:
         """The id of the present or last update."""
-        return self._order.update_id
+        return self._order.arm.update_id
 
     @property
     def target(self) -> m.Target:
         """The model that the update is for."""
-        return self._order.target
+        return self._order.arm.target
 
     @property
     def in_place(self) -> bool:
@@ -156,7 +157,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one, and is not stale."""
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
-        return waits and self._order.version >= version
+        return waits and self._order.arm.version >= version
 
     def on_found(self, partial: Iterable[str]) -> None:
         """Records that the engine was found without an update, lacking weights of these parts."""
@@ -180,7 +181,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self._abort_asked is not None or self.state is _S.ABORTING:
             return []  # the abort comes first; ARM is repeated
-        if self.state in MIXED and message.version > self._order.version:  # ABORT is under way
+        if self.state in MIXED and message.version > self._order.arm.version:  # ABORT is under way
             return self.give_way("the bus arms a later one") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"the engine's update {self.update_id} is {self.state.value}")
@@ -188,13 +189,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state(
                 f"version {message.version} is not above the engine's {self.version}", "version"
             )
-        order = UpdateSpec.of(message)
+        order = UpdateSpec(by_digest(message))
         order.require_target(draft=self._draft)
         manifest = self._chunks.manifest_of(message)
         order.require_base(self.version, self.partial)
-        self.transfer.require(order)
-        stale = order.after != self.version
-        call = ops.ArmManifest(manifest, order.target, message.staging, stale, message.digest)
+        self.transfer.require(message)
+        stale = message.after != self.version
+        call = ops.ArmManifest(manifest, message.target, message.staging, stale, message.digest)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
         self._chunks.begin(message, manifest)
@@ -221,7 +222,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state("the engine runs; an update starts in a pause, or is staged")
         self._order.require_base(self.version, self.partial)
         self._require_kept()
-        self.transfer.require(self._order)
+        self.transfer.require(self._order.arm)
         call = ops.Start(self.target, bool(self.partial), staged=message.staged)
         effects = self._begin(_E.START_ASKED, call, msg_id)
         self.staged = self._chunks.staged = message.staged
@@ -287,11 +288,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return []
         if self.state is not _S.FINISHED:
             raise wrong_state(f"the update is {self.state.value}, not finished")
-        if message.version != self._order.version:
-            raise wrong_state(f"the update is armed for version {self._order.version}", "version")
+        if message.version != self._order.arm.version:
+            raise wrong_state(
+                f"the update is armed for version {self._order.arm.version}", "version"
+            )
         if not self.staged:
             return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
-        if (staging := self._order.staging) is None or not swaps:
+        if (staging := self._order.arm.staging) is None or not swaps:
             raise swap_cancelled("ranks in lockstep swap at a step; a paused rank makes none")
         call = ops.SwapStaged(message.version, staging.clear_cache)
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
@@ -441,7 +444,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
         Not so for an adapter, whose predecessor is kept, nor for a staged update.
         """
-        self._loaded = not (self.staged or adapter_of(self._order.backend))
+        self._loaded = not (self.staged or adapter_of(self._order.arm.backend))
 
     def _run_waiting_abort(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
         """Executes the ABORT that has waited for the end of a call."""

@@ -14,13 +14,13 @@ any other          none
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus._lora import adapter_backend, adapter_of
 from bus._protocol.core.effects import Send
 from bus._protocol.core.failures import decline
 from bus._protocol.engine.calls import SessionEffect, ack
-from bus.messages import Arm, Armed, NackCode, Staging, Step, Target
+from bus.messages import Arm, Armed, NackCode, Step
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,54 +28,26 @@ if TYPE_CHECKING:
     from bus._weight_transfer.allocation import StagingCapacity
 
 
+_NO_ARM: Final = Arm("", 0, "", "model", "", 0, (), (), (), (), (), 0, 0, "", "")
+
+
 @dataclass(slots=True)
 class UpdateSpec:
-    """The content of one update, from its ARM.
+    """One update, as its ARM describes it.
 
     Attributes:
-        update_id: the update's id; empty: none was armed yet.
-        version: the version that the engine serves after the commit.
-        target: the model that the update is for.
-        backend: the transport that brings it.
-        base: the version that a patch is a difference from; 0: no patch.
-        communicator: the number of the transport's communicator; 0: no collectives.
-        transfer: the id of the TRANSFER_INIT that opened the transport.
-        staging: how the update may be staged; None: it may not.
-        after: the version that the group serves before the update.
+        arm: the ARM, without its tensors; its ``update_id`` is empty if none was armed yet.
         armed: the engine's answer to an ARM with ``staging``.
     """
 
-    update_id: str = ""
-    version: int = 0
-    target: Target = "model"
-    backend: str = ""
-    base: int = 0
-    communicator: int = 0
-    transfer: str = ""
-    staging: Staging | None = None
-    after: int = 0
+    arm: Arm = _NO_ARM
     armed: Armed | None = None
-
-    @classmethod
-    def of(cls, message: Arm) -> UpdateSpec:
-        """Returns the update that an ARM describes."""
-        return cls(
-            message.update_id,
-            message.version,
-            message.target,
-            message.backend,
-            message.base,
-            message.communicator,
-            message.transfer,
-            message.staging,
-            message.after,
-        )
 
     @property
     def part(self) -> str:
         """The part that the update brings or removes: its target, or an adapter."""
-        name = adapter_of(self.backend)
-        return adapter_backend(name) if name else self.target
+        name = adapter_of(self.arm.backend)
+        return adapter_backend(name) if name else self.arm.target
 
     def require_target(self, *, draft: bool) -> None:
         """Checks that the engine has the model that the update is for.
@@ -86,7 +58,7 @@ class UpdateSpec:
         Raises:
             Declined: code ``draft_missing``.
         """
-        if self.target == "draft" and not draft:
+        if self.arm.target == "draft" and not draft:
             raise decline(
                 NackCode.DRAFT_MISSING,
                 "this engine has no draft model whose weights can be updated",
@@ -104,7 +76,7 @@ class UpdateSpec:
         Raises:
             Declined: code ``other_base``.
         """
-        if not self.base or (self.base == version and not partial):
+        if not self.arm.base or (self.arm.base == version and not partial):
             return
         serves = (
             "has no complete weights (an update was interrupted, or a sleep discarded its weights)"
@@ -113,7 +85,7 @@ class UpdateSpec:
         )
         raise decline(
             NackCode.OTHER_BASE,
-            f"the patch is a difference from version {self.base}, and the engine {serves}",
+            f"the patch is a difference from version {self.arm.base}, and the engine {serves}",
             field="base",
             hint="send a whole set of weights first, over a backend such as shm or nccl "
             "(agent.update_weights)",
@@ -147,17 +119,17 @@ class UpdateSpec:
             partial: the parts of which the engine lacks weights. If there are any, it can't stage.
             took_ms: how long ARM took.
         """
-        if self.staging is None:
+        if self.arm.staging is None:
             return
         why_not = room.why_not
-        if self.part != "model" or self.base:
+        if self.part != "model" or self.arm.base:
             why_not = "only a whole set of the model's weights can be staged"
         elif partial:
             why_not = "some of its weights are missing, so it needs an update in a pause"
-        self.armed = Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)
+        self.armed = Armed(self.arm.update_id, round(took_ms, 3), room.needed_bytes, why_not)
 
     def ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
         """Returns the answer to ARM ``msg_id``: ARMED if it asks about staging, otherwise ACK."""
         if self.armed is not None:
             return Send(self.armed, reply_to=msg_id)
-        return ack(msg_id, Step.ARM, self.update_id, took_ms=took_ms)
+        return ack(msg_id, Step.ARM, self.arm.update_id, took_ms=took_ms)
