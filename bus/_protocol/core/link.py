@@ -100,16 +100,11 @@ class Link:
         self._beat = beat
         self._asked = False  # a JOIN was sent: the broker may count the peer as joined
         self._commanded = False  # an engine adopts later epochs; a trainer keeps its own
-        self._broker_boot = 0
+        self.broker_boot = 0  # identifies the broker's process; a restart changes it
         self._last_seq = 0
         self._next_ms = 0.0
         self._waits_late = False  # a tick came late, and frames that wait unread are read first
         self._held_ms: float | None = None  # since when another peer holds the name or group
-
-    @property
-    def broker_boot(self) -> int:
-        """Identifies the broker's process; after a restart it is another number."""
-        return self._broker_boot
 
     def start(self, now_ms: float) -> list[Effect]:
         """Sends the first JOIN."""
@@ -117,8 +112,8 @@ class Link:
 
     def fresh(self, envelope: m.Envelope, now_ms: float) -> bool:
         """Returns whether a frame of the broker is new; others must be dropped."""
-        if envelope.boot != self._broker_boot:
-            self._broker_boot = envelope.boot
+        if envelope.boot != self.broker_boot:
+            self.broker_boot = envelope.boot
             self._last_seq = 0
         if envelope.seq <= self._last_seq:
             return False

@@ -181,7 +181,8 @@ class Peer:
     def view(self, now_ms: float) -> EngineView:
         """Returns the engine's entry in a status."""
         assert self.facts is not None
-        core_for_ms = self.core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
+        core = self.core or CoreStatus("", 0.0, 0, 0, 0)
+        core_for_ms = core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
         return EngineView(
             **self.facts.properties(),
             name=self.name,
@@ -192,12 +193,12 @@ class Peer:
             host=self.host,
             pid=self.pid,
             last_heard_ms=round(now_ms - self.last_heard_ms, 1),
-            core_phase=self.core.phase if self.core else "",
+            core_phase=core.phase,
             core_since_ms=round(core_for_ms, 1),
-            core_step=self.core.step if self.core else 0,
-            core_wave=self.core.wave if self.core else 0,
-            waiting=self.core.waiting if self.core else 0,
-            untagged=self.core.untagged if self.core else 0,
+            core_step=core.step,
+            core_wave=core.wave,
+            waiting=core.waiting,
+            untagged=core.untagged,
             pd_role=self.facts.pd_role,
         )
 

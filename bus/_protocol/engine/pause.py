@@ -129,7 +129,10 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             self._global_asked, self._resume_asked = 0, None
             self._in_flight_before = self.in_flight
         if begins:
-            self._begin(msg_id, message, now_ms)
+            self._begin(msg_id, c.CallPause(message.mode, message.clear_cache))
+            if message.mode == "wait":
+                self._outcome, self._escalation = DRAINED, message.escalate
+                self.escalate_ms = now_ms + message.wait_ms if message.wait_ms else None
         else:
             self._strengthen(msg_id, message)
         if message.one_phase:
@@ -157,36 +160,22 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         assert lacks is not None
         self._queue.add(lacks, reply_to)
 
-    def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
+    def _begin(self, msg_id: int, call: c.CallPause) -> None:
         self._go(_E.PAUSE_ASKED)
-        self._call = c.CallPause(message.mode, message.clear_cache)
+        self._call = call
         self.pending = 1
         self._returned = False
         self._lacks = None
         self._waited_for = ()
         self._outcome = ""
         self.escalate_ms = None
-        if message.mode == "wait":
-            self._outcome = DRAINED
-            self._escalation = message.escalate
-            if message.wait_ms:
-                self.escalate_ms = now_ms + message.wait_ms
-        self._queue.add(self._call, msg_id)
+        self._queue.add(call, msg_id)
 
-    def pause_again(self, now_ms: float) -> None:
+    def pause_again(self) -> None:
         """Repeats a failed pause call, which may have paused the engine; waits for no requests."""
         made = self.effective_call
         mode: PauseMode = "abort" if made.mode == "abort" else "keep"
-        again = PauseLocal(
-            self.update_id,
-            mode,
-            made.clear_cache,
-            lease_ms=0,
-            timeout_ms=0,
-            wait_ms=0,
-            escalate="keep",
-        )
-        self._begin(0, again, now_ms)
+        self._begin(0, c.CallPause(mode, made.clear_cache))
 
     @property
     def effective_call(self) -> c.CallPause:
@@ -195,11 +184,11 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             return c.CallPause(self._escalation, self._call.clear_cache)
         return self._call
 
-    def on_probe_failed(self, now_ms: float) -> None:
+    def on_probe_failed(self) -> None:
         """Handles failed probes: the engine may not have been paused again after them."""
         self._go(_E.PROBE_FAILED)
         if self._queue.drop_strengthening():  # a new pause call drops as much
-            self.pause_again(now_ms)
+            self.pause_again()
 
     @property
     def clears_cache(self) -> bool:

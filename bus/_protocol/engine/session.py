@@ -245,7 +245,7 @@ class EngineSession:
         else:
             effects = self.update.on_call_failed(job, failure)
             if isinstance(call, c.CallProbe):
-                self.pause.on_probe_failed(now_ms)
+                self.pause.on_probe_failed()
             elif isinstance(call, ops.Restore) or not self.admission.unconfirmed:
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
@@ -408,7 +408,7 @@ class EngineSession:
         self.lease.record_attempt(now_ms)
         if self.pause.state is EnginePauseState.UNKNOWN:
             # The engine may run or not; only a pause call that returns shows it.
-            self.pause.pause_again(now_ms)
+            self.pause.pause_again()
             return []
         if self.pause.state is EnginePauseState.PAUSING:
             return []  # the core asks its peer ranks to pause, too

@@ -163,17 +163,15 @@ class Group(GroupSteps):
             return self.dp_groups.on_coordinator_lost(peer)
         effects = self.on_follower_gone(peer, reason) if peer.role == "follower" else []
         if self.owner is peer:
-            effects += self._on_owner_gone(f"trainer {reason}", now_ms)
+            self.session.release()
+            failure = Failure(m.NackCode.CANCELLED, f"trainer {reason}")
+            effects += self._recover(failure, now_ms)
         return effects
 
     # -- the trainer ----------------------------------------------------------
 
-    def _on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
-        """Ends the lost trainer's pause and update, so that engines resume generating."""
-        self.session.release()
-        return self._recover(Failure(m.NackCode.CANCELLED, reason), now_ms)
-
     def _recover(self, failure: Failure, now_ms: float) -> list[Effect]:
+        """Ends the lost trainer's pause and update, so that engines resume generating."""
         self.orphaned = True
         self._follow_ups.mark()
         self.pause.fail(failure)

@@ -560,7 +560,7 @@ def test_what_could_not_be_dropped_is_no_pause() -> None:
     assert isinstance(sent.message, Nack)
     assert (sent.message.step, sent.reply_to) == (Step.PAUSE_GLOBAL, 8)
     assert driver.pause.state is _S.UNKNOWN
-    driver.pause.pause_again(driver.now_ms)
+    driver.pause.pause_again()
     assert driver.queue.running() == CallPause("abort", True)
 
 
