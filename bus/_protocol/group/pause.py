@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from bus._protocol.core.ack_barrier import AckBarrier
 from bus._protocol.core.failures import Failure
 from bus._protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
-from bus._protocol.core.state_table import StateMachine
+from bus._protocol.core.step_machine import StepMachine
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
 }
 
 
-class PauseMachine(StateMachine[PauseState, PauseEvent]):
+class PauseMachine(StepMachine[PauseState, PauseEvent]):
     """The pause of one group. Methods take an event or command, and return instructions.
 
     ``kept_paused`` returns the engines that stay paused at a resume, such as quarantined ones.
@@ -93,9 +92,6 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         super().__init__("pause", TRANSITIONS, _S.RUNNING)
         self._kept_paused = kept_paused
         self._version = version
-        self.update_id = ""
-        self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
-        self.barrier: AckBarrier | None = None
         self.failure: Failure | None = None
         self.unresumed: dict[str, Failure] = {}  # engines that did not resume, and why
         self.asked_ms = 0.0
@@ -138,12 +134,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
         """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
-        current = self.barrier
-        if current is None or ack.step is not current.step or ack.update_id != self.update_id:
-            return []
-        if not current.on_ack(name, ack, now_ms) or current.waiting:
-            return []
-        return self._check_barrier(now_ms)
+        return self._check_barrier(now_ms) if self._is_last_ack(name, ack, now_ms) else []
 
     def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
         """Handles an engine's refusal: the pause fails, or the resume continues without it.
@@ -153,7 +144,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         self.fail(failure)
         if name not in self.members:
             return []
-        if list(self.members.values()).count(self.members[name]) == 1:
+        if self._dp_group_of(name) == [name]:
             return self.on_lost(name, failure, now_ms)
         if self.state in (_S.LOCAL, _S.GLOBAL):
             self._again.add(name)
@@ -180,8 +171,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         if name not in self.members:
             return []
         self.fail(failure)
-        dp_group = self.members[name]
-        gone = [n for n, g in self.members.items() if g == dp_group]
+        gone = self._dp_group_of(name)
         for each in gone:
             del self.members[each]
         self._again.difference_update(gone)
@@ -264,9 +254,3 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
             )
         )
         return [StepFailed(step, failure) for step in steps]
-
-    def _ask(
-        self, step: Step, message: PauseLocal | PauseGlobal | Resume, now_ms: float
-    ) -> list[Instruction]:
-        self.barrier = AckBarrier(step, message, self.members, now_ms)
-        return [Ask(message, tuple(self.members))]

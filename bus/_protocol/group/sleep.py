@@ -14,9 +14,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from bus._protocol.core.ack_barrier import AckBarrier
-from bus._protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
-from bus._protocol.core.state_table import StateMachine
+from bus._protocol.core.instructions import Instruction, StepDone, StepFailed
+from bus._protocol.core.step_machine import StepMachine
 from bus.messages import Sleep, Step, Wake
 
 if TYPE_CHECKING:
@@ -62,21 +61,16 @@ TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
 }
 
 
-class SleepMachine(StateMachine[SleepState, SleepEvent]):
+class SleepMachine(StepMachine[SleepState, SleepEvent]):
     """The sleep of one group. Methods take an event or command, and return instructions.
 
     Attributes:
-        barrier: the SLEEP or WAKE that engines have not all acknowledged; None: there is none.
         discarded: the engines whose weights a sleep has discarded, until a commit.
-        members: the engines that were asked last, each with its DP group.
     """
 
     def __init__(self) -> None:
         super().__init__("sleep", TRANSITIONS, _S.AWAKE)
-        self.barrier: AckBarrier | None = None
-        self.discarded: set[str] = set()  # engines without weights, until a commit
-        self.members: dict[str, str] = {}  # engine -> its DP group
-        self._pause_id = ""
+        self.discarded: set[str] = set()
         self._failure: Failure | None = None
 
     def sleep(self, message: Sleep, members: dict[str, str], now_ms: float) -> list[Instruction]:
@@ -84,21 +78,16 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
         self._go(_E.SLEEP_ASKED)
         if message.level == 2:  # noqa: PLR2004 - the level
             self.discarded.update(members)
-        return self._ask(Step.SLEEP, message, members, now_ms)
+        return self._begin(Step.SLEEP, message, members, now_ms)
 
     def wake(self, message: Wake, members: dict[str, str], now_ms: float) -> list[Instruction]:
         """Sends WAKE to every engine in ``members`` (name to DP group)."""
         self._go(_E.WAKE_ASKED)
-        return self._ask(Step.WAKE, message, members, now_ms)
+        return self._begin(Step.WAKE, message, members, now_ms)
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
         """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
-        current = self.barrier
-        if current is None or ack.step is not current.step or ack.update_id != self._pause_id:
-            return []
-        if not current.on_ack(name, ack, now_ms) or current.waiting:
-            return []
-        return self._check_barrier()
+        return self._check_barrier() if self._is_last_ack(name, ack, now_ms) else []
 
     def on_refused(self, name: str, step: str, failure: Failure) -> list[Instruction]:
         """Records an engine's refusal; the step continues with the others."""
@@ -111,8 +100,7 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
 
     def on_lost(self, name: str, failure: Failure) -> list[Instruction]:
         """Removes a lost engine from the sleep, with all ranks of its DP group."""
-        dp_group = self.members.get(name)
-        gone = [each for each, group in self.members.items() if group == dp_group]
+        gone = self._dp_group_of(name)
         for each in gone:
             del self.members[each]
         self.discarded.discard(name)
@@ -137,14 +125,13 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
             return []
         return [StepFailed(current.step, self._failure)]
 
-    def _ask(
+    def _begin(
         self, step: Step, message: Sleep | Wake, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
         self.members = dict(members)
-        self._pause_id = message.update_id
+        self.update_id = message.update_id
         self._failure = None
-        self.barrier = AckBarrier(step, message, members, now_ms)
-        return [Ask(message, tuple(members))]
+        return self._ask(step, message, now_ms)
 
     def _check_barrier(self) -> list[Instruction]:
         assert self.barrier is not None

@@ -54,7 +54,7 @@ from bus import messages as m
 from bus._protocol.core.ack_barrier import AckBarrier
 from bus._protocol.core.failures import Declined, Failure, wrong_state
 from bus._protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
-from bus._protocol.core.state_table import StateMachine
+from bus._protocol.core.step_machine import StepMachine
 from bus._protocol.group.staging import StagingDecision
 
 
@@ -127,19 +127,18 @@ _REFUSABLE: Final = (_S.OPENING, _S.ARMING, _S.STARTING, _S.EXTENDING)
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
 
 
-class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
+class UpdateMachine(StepMachine[UpdateState, UpdateEvent]):
     """The update of one group. Methods take an event or command, and return instructions."""
 
     def __init__(self) -> None:
         super().__init__("update", TRANSITIONS, _S.IDLE)
         self.version = 0
         self.label = ""
-        self.barrier: AckBarrier | None = None
         self._reset("", {}, communicator=0)
 
     def _reset(self, update_id: str, members: dict[str, str], *, communicator: int) -> None:
         self.update_id = update_id
-        self.members = dict(members)  # engine -> its DP group, of those in this update
+        self.members = dict(members)
         self.excluded: dict[str, Failure] = {}
         self.partial: set[str] = set()  # engines that hold a part of an update, of model or draft
         self.target: m.Target = "model"
@@ -282,11 +281,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             self.partial.add(name)
         if ack.step is m.Step.CHUNK:
             return self._on_chunk_ack(name, ack, now_ms)
-        current = self.barrier
-        if current is None or ack.step is not current.step:
-            return []
-        current.on_ack(name, ack, now_ms)
-        return self._check_barrier()
+        return self._check_barrier() if self._is_last_ack(name, ack, now_ms) else []
 
     def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Instruction]:
         """Records an engine's ARMED, its answer to an ARM with staging options."""
@@ -343,17 +338,9 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     # -- internal -------------------------------------------------------------
 
-    def _dp_group_of(self, name: str) -> list[str]:
-        """Returns the members of the update in one engine's DP group; they drop out together."""
-        return [n for n, g in self.members.items() if g == self.members[name]]
-
     def _lacks_tensors(self, failure: Failure) -> bool:
         is_refusal = failure.code is m.NackCode.MANIFEST_REFUSED
         return self.is_open and self.state is _S.FINISHING and is_refusal
-
-    def _ask(self, step: m.Step, message: m.Message, now_ms: float) -> list[Instruction]:
-        self.barrier = AckBarrier(step, message, self.members, now_ms)
-        return [Ask(message, tuple(self.members))]
 
     def _on_chunk_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
         current = self.chunks.get(ack.chunk)
