@@ -17,7 +17,7 @@ class EventStream:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Returns the data of each event that this part of the answer completes.
+        """Returns the data of the events that ``chunk``, the next part of the answer, completes.
 
         Args:
             chunk: the next bytes of the answer's body. They may end in the middle of a line.

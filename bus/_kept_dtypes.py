@@ -41,6 +41,6 @@ def kept_refusal(names: Iterable[str]) -> EngineError:
 
 
 def kept_patterns(detail: str) -> frozenset[str]:
-    """Returns the name patterns in the detail of a ``dtype_kept`` refusal; else none."""
+    """Returns the name patterns in a ``dtype_kept`` refusal; of any other text, none."""
     _, head, patterns = detail.partition(_HEAD)
     return frozenset(patterns.split(", ")) if head else frozenset()

@@ -1,4 +1,4 @@
-"""Reads and writes CURVE keys: key files, the broker's folder of keys, and a peer's keys.
+"""Reads and writes CURVE keys: key files, the broker's keys, and a peer's keys.
 
 `wavebus keygen NAME --role ROLE` writes ``NAME.secret``, which stays with its owner, and
 ``NAME.pub``. Both are TOML::

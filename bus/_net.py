@@ -74,10 +74,10 @@ def is_loopback_host(host: str) -> bool:
 
 
 def local_address(host: str, port: int) -> str:
-    """Returns the address of this machine by which it reaches a host.
+    """Returns the local address from which this machine connects to a host.
 
     Raises:
-        OSError: there is no way to the host.
+        OSError: the host is unknown, or there is no route to it.
     """
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

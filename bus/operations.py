@@ -110,7 +110,7 @@ class Open(Operation, frozen=True, tag="open"):
 
 
 class Drain(Operation, frozen=True, tag="drain"):
-    """Receives over the open transport what its sender sends, and discards it.
+    """Receives the sender's chunk over the open transport, and discards the data.
 
     Weights and an armed update stay as they are. If the drain fails, the transport is closed.
 
@@ -164,7 +164,9 @@ class Extend(Operation, frozen=True, tag="extend"):
 
 
 class Start(_Loading, frozen=True, tag="start"):
-    """Begins the armed update, so that chunks can be loaded; staged: allocates spare memory.
+    """Begins the armed update, so that chunks can be loaded.
+
+    If the update is staged, allocates spare memory for its tensors.
 
     Attributes:
         target: what the update replaces: the model, or its draft model.
@@ -234,7 +236,7 @@ class Restore(Operation, frozen=True, tag="restore"):
 
 
 class SwapStaged(Operation, frozen=True, tag="swap"):
-    """Replaces the served weights by the staged ones, between the same two steps on all ranks.
+    """Replaces the served weights by the staged weights, between the same two steps on all ranks.
 
     The answer says how many requests the engine had. Code ``called_off``: nothing has changed;
     after any other code the weights may be a mix of both versions.

@@ -81,7 +81,7 @@ class BrokerServer:
             self._journal.close()
 
     def rekey(self, keys: Mapping[str, KeyRole]) -> None:
-        """Replaces the authorised keys (roles by public key), and removes peers without one."""
+        """Replaces the authorised keys (roles by public key), and removes unauthorised peers."""
         now_ms = self._scheduler.now_ms()
         if self._journal is not None:
             self._journal.on_keys_changed(now_ms, keys)

@@ -1,4 +1,4 @@
-"""Gathers answers to heartbeats, so that equal answers are sent as one frame to many peers."""
+"""Gathers answers to heartbeats, to send equal answers as one frame to many peers."""
 
 from __future__ import annotations
 

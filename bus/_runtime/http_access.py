@@ -46,7 +46,7 @@ class HttpAccess:
     def refusal(
         self, method: str, path: str, headers: Mapping[str, str], *, has_body: bool, is_local: bool
     ) -> tuple[int, str] | None:
-        """Returns the status and the text with which a request is refused; None: it is not.
+        """Returns the status and text of a request's refusal; None: the request is allowed.
 
         A page can send a POST without a body and without a type to any server. Such a request
         passes if it has no ``Origin``: browsers send that with each POST to another site.

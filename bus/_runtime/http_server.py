@@ -62,7 +62,7 @@ _FULL_ANSWER: Final = (
 
 
 class ClientRequests:
-    """Counts the requests that each client, by its address, has at once.
+    """Counts each client's concurrent requests; an address counts as one client.
 
     Args:
         most: how many it may have; 0: any number.
@@ -76,7 +76,7 @@ class ClientRequests:
 
     @contextlib.contextmanager
     def counted(self, client: str | None, route: str) -> Iterator[bool]:
-        """Counts a request within the block; yields whether its client may have it."""
+        """Counts a request within the block; yields whether the client is within its limit."""
         if route not in self._routes:
             yield True
             return
@@ -108,7 +108,7 @@ class HttpServer:
 
     Attributes:
         limit: the greatest number of connections.
-        unread_s: as the argument.
+        refusals: the refused connections that get status 503; others are closed without an answer.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._idle: dict[_Connection, float] = {}  # have no whole request; since when
-        self._refusals: set[_Connection] = set()
+        self.refusals: set[_Connection] = set()
         self._dropped = dict.fromkeys(("refused", "evicted", "slow", "limited"), 0)
         self._requests = requests or ClientRequests()
         self.unread_s = unread_s
@@ -179,7 +179,7 @@ class HttpServer:
             self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        for connection in [*self._connections, *self._refusals]:
+        for connection in [*self._connections, *self.refusals]:
             connection.abort()
 
     @web.middleware
@@ -202,10 +202,7 @@ class HttpServer:
         return response
 
     def _put_off(self, request: web.Request, *, is_within: bool) -> web.Response:
-        """Returns the 503 or 429 for a request that may be sent again.
-
-        ``is_within``: the client is within its limit, so the server itself has no room.
-        """
+        """Returns the 503 or 429 for a request; ``is_within``: its client is within the limit."""
         status, text = 503, "the server is reading too many large bodies; try again"
         if not is_within:
             self.count("limited")
@@ -220,8 +217,7 @@ class HttpServer:
         if request.match_info.http_exception is not None:
             return None
         if (request.content_length or 0) > self._max_body_bytes:
-            size = request.content_length
-            text = f"the body has {size} bytes; at most {self._max_body_bytes} are allowed"
+            text = f"the body has more than {self._max_body_bytes} bytes"
             response = self._answer_error(request, 413, text)
             response.force_close()
             return response
@@ -289,7 +285,7 @@ class HttpServer:
             return answer
 
     def admit(self, connection: _Connection) -> bool:
-        """Admits a new connection; if the server is full, cuts off the longest idle one first.
+        """Admits a new connection; a full server first cuts off its longest idle one.
 
         Returns:
             Whether there is room. If not, the client gets status 503.
@@ -299,8 +295,8 @@ class HttpServer:
             oldest = next(iter(self._idle), None)
             if oldest is None or now_s - self._idle[oldest] < _SPARED_S:
                 self.count("refused")
-                if len(self._refusals) < _REFUSED_AT_ONCE:
-                    self._refusals.add(connection)
+                if len(self.refusals) < _REFUSED_AT_ONCE:
+                    self.refusals.add(connection)
                 return False
             self.count("evicted")
             self.remove(oldest)
@@ -311,13 +307,9 @@ class HttpServer:
 
     def remove(self, connection: _Connection) -> None:
         """Removes a connection that is lost."""
-        self._refusals.discard(connection)
+        self.refusals.discard(connection)
         self._idle.pop(connection, None)
         self._connections.discard(connection)
-
-    def can_answer(self, connection: _Connection) -> bool:
-        """Returns whether a refused client gets status 503; with too many, some are just closed."""
-        return connection in self._refusals
 
     def _expect(self, connection: _Connection, limit_s: float) -> None:
         if connection in self._connections:
@@ -352,7 +344,7 @@ class HttpServer:
 
 
 class _Connection(web.RequestHandler):
-    """A client's connection, which is cut off if the client keeps it waiting."""
+    """A client's connection, which is cut off if the client is too slow."""
 
     def __init__(self, owner: HttpServer, runner: Any) -> None:
         self._owner = owner
@@ -383,7 +375,7 @@ class _Connection(web.RequestHandler):
         self._is_admitted = self._owner.admit(self)
         if self._is_admitted:
             super().connection_made(transport)
-        elif self._owner.can_answer(self):
+        elif self in self._owner.refusals:
             transport.write(_FULL_ANSWER)
             with contextlib.suppress(OSError):
                 transport.write_eof()
@@ -426,7 +418,7 @@ class _Connection(web.RequestHandler):
         return asyncio.get_running_loop().call_later(limit_s, act)
 
     def _check_slow(self, passes: int = _PASSES) -> None:
-        """Cuts the client off, unless its request has arrived and only the event loop was late."""
+        """Cuts the client off, unless its request arrived and only the event loop was late."""
         if passes:
             self._timer = asyncio.get_running_loop().call_soon(self._check_slow, passes - 1)
         else:
@@ -462,7 +454,7 @@ async def _has_too_many_values(raw: bytes, most: int) -> bool:
 
 
 def _count(raw: bytes) -> tuple[int, int]:
-    """Returns how many lists and objects the JSON of a body may have, and how many values."""
+    """Returns upper bounds of a JSON body's lists and objects, and of its values."""
     nested = values = 0
     for start in range(0, len(raw), _COUNTED_AT_ONCE):  # other threads run in between
         part = start, start + _COUNTED_AT_ONCE

@@ -151,7 +151,7 @@ class PeerClient:
             Refused: code ``oversized``: the frame would be larger than the wire allows.
         """
         msg_id = msg_id or self.new_id()
-        self._transmit(message, msg_id, reply_to)
+        self._transmit(message, msg_id, reply_to, self.link.epoch)
         return msg_id
 
     def perform(self, effects: Iterable[Effect]) -> None:
@@ -162,7 +162,7 @@ class PeerClient:
                 is_join = isinstance(effect.message, Join)
                 if is_join:
                     self._joins.append(msg_id)
-                sent = self._transmit(effect.message, msg_id, effect.reply_to)
+                sent = self._transmit(effect.message, msg_id, effect.reply_to, self.link.epoch)
                 if is_join and not sent:
                     self.link.on_join_unsent(self._scheduler.now_ms())
             else:
@@ -247,7 +247,7 @@ class PeerClient:
         if self.link.state is not before:
             self._on_state(self.link.state)
 
-    def _transmit(self, message: Message, msg_id: int, reply_to: int) -> bool:
+    def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> bool:
         """Sends a message; returns False if no broker is there."""
         if self._closed:
             return False
@@ -260,7 +260,7 @@ class PeerClient:
             msg_id=msg_id,
             reply_to=reply_to,
             group=self.link.group,
-            epoch=self.link.epoch,
+            epoch=epoch,
         )
         if len(frame) > MAX_FRAME_BYTES:
             raise _oversized(message, len(frame))
@@ -269,7 +269,7 @@ class PeerClient:
 
 def _oversized(message: Message, size_bytes: int) -> Refused:
     kind = WIRE_NAMES[type(message)]
-    detail = f"{kind} would be a frame of {size_bytes} bytes; at most {MAX_FRAME_BYTES}"
+    detail = f"{kind} has {size_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}"
     hint = "a manifest is smaller with fewer tensors, or with shorter names"
     failure = Failure(NackCode.OVERSIZED, detail, hint=hint if kind == "ARM" else "")
     return refusal(failure.nack(update_id=getattr(message, "update_id", "")))

@@ -33,7 +33,7 @@ _PUBLISHES: Final[Mapping[int, int]] = {**_BOUNDED, zmq.XPUB_VERBOSE: 1}
 
 
 class DpSockets:
-    """The three sockets of one process, in the running event loop.
+    """The three DP sockets of a coordinator or a rank, in the running event loop.
 
     Attributes:
         front: the socket between coordinator and front ends.

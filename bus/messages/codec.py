@@ -236,7 +236,7 @@ def _check_names(pairs: _Pairs, known: Collection[str], where: str) -> None:
 
 
 def _check_fields(found: Any, whole: Any, where: str) -> None:
-    """Checks the field names of a map and of the maps in it; ``whole`` has exactly the right ones.
+    """Checks the field names of a map, and of the maps in it, against those of ``whole``.
 
     Raises:
         DecodeError: as :func:`_check_names`.

@@ -67,7 +67,7 @@ class EngineProperties(Struct, frozen=True):
     kv_connectors: KvConnectors = field(default_factory=dict)
 
     def properties(self) -> dict[str, Any]:
-        """Returns these properties by name, without those that a subclass adds."""
+        """Returns the properties of this base class by name, without those of subclasses."""
         return {name: getattr(self, name) for name in EngineProperties.__struct_fields__}
 
 

@@ -1,4 +1,4 @@
-"""Messages of the pause, of sleep and wake within it, and of its end."""
+"""Messages of a pause: its two phases, sleep and wake, and the resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's view of its groups, and the messages that request it."""
+"""Messages with the broker's view of its groups, and the requests for them."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Staging(Struct, frozen=True):
 
 
 class Arm(Message, frozen=True):
-    """Trainer to broker to engines: the manifest and version of an update; engines check them.
+    """Trainer to broker to engines: check this manifest and version of an update.
 
     Engines answer with ACK, or with ARMED if ``staging`` is set. An ARM has the digest alone if
     it is repeated, or if its manifest was armed before. Broker and engines that don't have the

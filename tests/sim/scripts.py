@@ -439,7 +439,9 @@ class TrainerScripts(ABC):
                     yield from self._send_all(update_id, payload, manifest, 0.0, "full")
             except WavebusError as error:
                 failed = error
-            yield from self._undo(Abort(update_id, "the trainer gave up"), Resume(update_id))
+            yield from self._undo(
+                Abort(update_id, "the trainer aborted the update"), Resume(update_id)
+            )
             if failed is not None:
                 raise failed
             for answer in answers:

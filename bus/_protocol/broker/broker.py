@@ -241,7 +241,7 @@ class Broker:
         if known is not None and (known.boot, known.user) == (envelope.boot, user):
             was, now = known.place, place_of(envelope.group, join)
             if was != now:
-                reason = f"it joins again as {' '.join(map(str, now))}"
+                reason = f"the peer joins again as {' '.join(map(str, now))}"
                 effects += self._remove_peer(known, "peer_left", reason, now_ms)
         result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
@@ -332,7 +332,7 @@ class Broker:
             m.NackCode.NOT_JOINED,
             f"{envelope.sender} has not joined this broker",
             field="sender",
-            hint="JOIN first",
+            hint="send JOIN first",
         )
         return [self._refuse(route, envelope.id, failure, now_ms)]
 
@@ -344,7 +344,7 @@ class Broker:
         return [Note("forbidden", "warning", note), refusal]
 
     def rekey(self, keys: Mapping[str, KeyRole], now_ms: float) -> list[Effect]:
-        """Replaces the keys; removes peers whose key is not among them, or has another role."""
+        """Replaces the keys; removes peers whose key was removed or has another role."""
         self.keys = keys
         effects: list[Effect] = []
         for peer in list(self.peers):
@@ -379,7 +379,7 @@ class Broker:
         return self._due_ms
 
     def _review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
-        """Processes what has changed of these groups: routes, and when the next tick is due."""
+        """Sends changed routes of these groups, and updates when the next tick is due."""
         for name in names:
             group = self.groups.get(name)
             if group is not None:
@@ -435,7 +435,7 @@ class Broker:
 
 
 def _show_plan(observer: Peer, msg_id: int, group: Group, message: m.PlanTransfer) -> Send:
-    """Answers an observer's PLAN_TRANSFER; a group without engines refuses it by its name."""
+    """Answers an observer's PLAN_TRANSFER with the plan, or with the reason why there is none."""
     answer: m.Message
     try:
         answer = transfer_plan(group, message)

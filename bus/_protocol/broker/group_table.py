@@ -35,7 +35,7 @@ class GroupTable(dict[str, Group]):
         self._forgotten: dict[str, tuple[int, GroupVersion]] = {}  # of removed groups
 
     def get_or_make(self, name: str) -> Group:
-        """Returns the group of that name; makes it if there is none."""
+        """Returns the group of that name; makes a new one if there is none."""
         group = self.get(name)
         if group is None:
             group = self[name] = Group(name, self._config)

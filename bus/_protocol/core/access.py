@@ -131,7 +131,7 @@ def cost_of(size_bytes: int) -> int:
 
 
 def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
-    """Returns why a reported epoch or version is rejected; None: it is plausible.
+    """Returns why a reported epoch or version is rejected; None: the number is plausible.
 
     Args:
         field: the name of the message's field.
@@ -141,7 +141,7 @@ def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
     if reported <= highest:
         return None
     detail = f"{field} {reported} is too far above the group's {known}; at most {highest} is valid"
-    hint = "restart the peer, and a vLLM that it is attached to, or use another group"
+    hint = "restart the peer and the vLLM that it is attached to, or use another group"
     return Failure(NackCode.MALFORMED, detail, field=field, hint=hint)
 
 
@@ -161,7 +161,7 @@ KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
 
 
 def outside_role(role: Role, kind: type[Message]) -> Failure | None:
-    """Returns why this role may not send messages of this kind; None: it may."""
+    """Returns why this role may not send such messages; None: the role may send them."""
     if kind in VERBS[role]:
         return None
     return _forbidden(f"a peer of role {role} may not send {WIRE_NAMES[kind]}")
@@ -170,7 +170,7 @@ def outside_role(role: Role, kind: type[Message]) -> Failure | None:
 def outside_key(
     keys: Mapping[str, KeyRole], user: str, kind: type[Message], joins_as: Role | None = None
 ) -> Failure | None:
-    """Returns why a key forbids a message of this kind; None: it does not.
+    """Returns why a key forbids a message of this kind; None: the message is allowed.
 
     Args:
         keys: the authorised keys, with their roles.
@@ -189,7 +189,7 @@ def outside_key(
 
 def _forbidden(detail: str, field: str = "kind") -> Failure:
     hints = {
-        "sender": "copy its public file into the broker's folder of authorised keys, then SIGHUP",
-        "role": "make a key for it: wavebus keygen NAME --role ROLE",
+        "sender": "copy its .pub file into the broker's folder `authorized`, then send SIGHUP",
+        "role": "use a key of another role: `wavebus keygen NAME --role ROLE` makes one",
     }
     return Failure(NackCode.FORBIDDEN, detail, field=field, hint=hints.get(field, ""))

@@ -1,4 +1,4 @@
-"""Defines the reason of a refusal, the NACK made from it, and the exception that carries it."""
+"""Defines the reason of a refusal, its NACK, and the exception that carries the reason."""
 
 from __future__ import annotations
 

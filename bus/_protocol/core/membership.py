@@ -148,8 +148,8 @@ class Peer:
     def on_overdue(self, step: Step, now_ms: float, waited_ms: float) -> None:
         """Records that the engine has not answered a step in time.
 
-        An engine that misses one step again and again would cost each update that time. So it is
-        out for longer each time, unless it answers the step itself.
+        An engine that misses the same step again and again would delay each update by the timeout.
+        So the engine is excluded for longer each time, unless it answers the step itself.
 
         Args:
             step: the step.
@@ -161,7 +161,7 @@ class Peer:
         self.out_until_ms = now_ms + waited_ms * (4 ** (min(self.misses, _LONGEST) - 1) - 1)
 
     def answers(self, message: Message) -> bool:
-        """Returns whether a message shows that the engine has ended its overdue step.
+        """Returns whether a message shows that an engine's overdue step has ended.
 
         Three messages do: the answer to the step, the answer to an ABORT that ends the step
         (:data:`UNDONE`), and a heartbeat with a phase in which the step can't be running. The last
@@ -320,7 +320,7 @@ class Membership:
             text = "the JOIN of a coordinator must have this field, and no other peer's may"
             return _malformed("coordinator", text)
         if join.engine is not None and join.engine.dp_rank >= join.engine.dp_size:
-            text = f"{join.engine.dp_rank} is not below dp_size {join.engine.dp_size}"
+            text = f"rank {join.engine.dp_rank} must be below dp_size {join.engine.dp_size}"
             return _malformed("engine.dp_rank", text)
         held = self.by_name.get(name)
         if held is None or (held.boot, held.user) == (envelope.boot, user):
@@ -332,12 +332,12 @@ class Membership:
             f"last heard {silent_ms:.0f} ms ago",
             field="sender",
             peer=name,
-            hint=f"choose another with --name, or wait {self.peer_timeout_ms:.0f} ms if it is dead",
+            hint=f"choose another --name; if that peer is dead, wait {self.peer_timeout_ms:.0f} ms",
         )
 
     def _refuse_place(self, name: str, group: str, join: Join) -> Failure | None:
         """Returns the refusal if another peer has this engine, rank or DP group; else None."""
-        dead = f"wait {self.peer_timeout_ms:.0f} ms if it is dead"
+        dead = f"wait {self.peer_timeout_ms:.0f} ms if that peer is dead"
         for place in _places(group, join.host, join.engine, join.coordinator):
             other = self._by_place.get(place)
             if other is None or other.name == name:
@@ -346,14 +346,14 @@ class Membership:
                 field = "engine.endpoint"
                 detail = f"the engine at {place[1]} already has the sidecar {other.name} "
                 detail += f"({other.host}:{other.pid}, group {other.group})"
-                hint = f"an engine has one sidecar: stop the other one, or {dead}"
+                hint = f"stop one of the two sidecars, or {dead}"
             elif place[2] is None:
                 field = "coordinator.dp_group"
-                detail = f"the DP coordinator of DP group {place[1]} is {other.name}"
+                detail = f"DP group {place[1]} already has a DP coordinator, {other.name}"
                 hint = f"give every DP group its own --dp-group, or {dead}"
             else:
                 field = "engine.dp_rank"
-                detail = f"rank {place[2]} of DP group {place[1]} is {other.name}"
+                detail = f"DP group {place[1]} already has a rank {place[2]}, {other.name}"
                 hint = "give every DP group its own --dp-group, every rank its own --dp-rank"
             return Failure(NackCode.NAME_TAKEN, detail, other.name, field=field, hint=hint)
         return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepMachine(StateMachine[S, E], Generic[S, E]):
-    """Base of state machines that request a step from several engines, and wait for their ACKs.
+    """Base of state machines that request steps from engines, and wait for their ACKs.
 
     Attributes:
         update_id: the id of the pause or update.
@@ -35,7 +35,7 @@ class StepMachine(StateMachine[S, E], Generic[S, E]):
         return [Ask(message, tuple(self.members))]
 
     def _is_last_ack(self, name: str, ack: Ack, now_ms: float) -> bool:
-        """Records an engine's ACK; returns whether that completes the step."""
+        """Records an engine's ACK; returns whether this ACK completes the step."""
         current = self.barrier
         if current is None or ack.step is not current.step or ack.update_id != self.update_id:
             return False

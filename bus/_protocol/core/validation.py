@@ -21,7 +21,7 @@ MANIFESTS_KEPT: Final = 4  # the model's, its draft's, and those of some adapter
 
 
 def by_digest(message: M) -> M:
-    """Returns an ARM or ARM_PART with the digest in place of the tensors; any other unchanged."""
+    """Returns an ARM or ARM_PART without its tensors; any other message unchanged."""
     if isinstance(message, Arm):
         return structs.replace(message, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
     if isinstance(message, ArmPart):
@@ -98,7 +98,7 @@ def _contradiction(message: Arm | ArmPart, error: ValueError) -> Declined:
 
 def _check_digest(message: Arm | ArmPart, manifest: Manifest) -> None:
     if manifest.digest != message.digest:
-        raise _contradiction(message, ValueError("digest: is not the manifest's digest"))
+        raise _contradiction(message, ValueError("digest: the manifest has another digest"))
 
 
 def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:

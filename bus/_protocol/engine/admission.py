@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Admission:
-    """Whether an engine accepts new requests, or ends them at once.
+    """Records whether an engine accepts new requests, or rejects them.
 
     Attributes:
         closed: admission is closed, as far as the sidecar knows.

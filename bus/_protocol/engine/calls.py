@@ -205,7 +205,7 @@ class Job:
 
 
 class CallQueue:
-    """Engine calls in order, one at a time: the first one runs, the others wait."""
+    """A queue of engine calls: the first call runs, and the others wait."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -237,7 +237,7 @@ class CallQueue:
         return any(job.call == call for job in self._jobs)
 
     def running(self) -> Call | None:
-        """Returns the call that runs, or else the next one; None: the queue is empty."""
+        """Returns the first call, which runs or is about to; None: the queue is empty."""
         return self._jobs[0].call if self._jobs else None
 
     def cancellable(self) -> ops.SwapStaged | ops.ReceiveChunk | None:
@@ -265,7 +265,7 @@ class CallQueue:
         )
 
     def drop_strengthening(self) -> bool:
-        """Drops calls that would strengthen the pause; returns whether there was one."""
+        """Drops calls that would strengthen the pause; returns whether any was dropped."""
         jobs = [job for job in self._jobs if not isinstance(job.call, CallStrengthenPause)]
         dropped = len(jobs) < len(self._jobs)
         self._jobs = deque(jobs)

@@ -71,7 +71,7 @@ class EngineChunks:
         self.discard()
 
     def extend(self, message: ArmPart) -> Manifest | None:
-        """Returns the manifest of the next part of an open update; None while chunks are pending.
+        """Returns the manifest of an open update's next part; None: chunks are pending.
 
         Raises:
             Declined: the part is not the next one, or contradicts the parts before.

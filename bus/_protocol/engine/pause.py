@@ -116,7 +116,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
 
     def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[c.SessionEffect]:
-        """Executes PAUSE_LOCAL: pauses the engine, or strengthens the pause that it is in."""
+        """Executes PAUSE_LOCAL: pauses the engine, or strengthens its present pause."""
         if self.state is _S.RESUMING:
             self._next = (msg_id, message)
             return []
@@ -140,7 +140,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [c.ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
-        """Drops what the present pause of another owner keeps, if ``message`` wants it dropped."""
+        """Drops requests or caches that another owner's pause keeps and ``message`` does not."""
         made = self.effective_call
         aborts = message.mode == "abort" and made.mode != "abort"
         clears = message.clear_cache and not made.clear_cache
@@ -179,7 +179,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
 
     @property
     def effective_call(self) -> c.CallPause:
-        """The pause call that is in effect; after an escalation, the escalated one."""
+        """The pause call that is in effect; after an escalation, the escalated call."""
         if self._outcome == ESCALATED:
             return c.CallPause(self._escalation, self._call.clear_cache)
         return self._call

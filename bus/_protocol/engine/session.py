@@ -179,13 +179,13 @@ class EngineSession:
                 )
 
     def _pause_first(self) -> list[c.SessionEffect]:
-        """Cancels a swap that waits for peer ranks: it would delay the requested pause."""
+        """Cancels a swap that waits for peer ranks, because the swap would delay the pause."""
         swaps = isinstance(self.update.cancellable, ops.SwapStaged)
         return [c.CallCancel()] if self.lease.has_peers and swaps else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
-            return self.update.give_way("the bus has no update under way, and asks for a sleep")
+            return self.update.give_way("the broker has no update under way, and requests a sleep")
         self._abandoned = False
         return self.memory.sleep(msg_id, message, clears=not self.pause.clears_cache)
 
@@ -276,7 +276,7 @@ class EngineSession:
         partial: Iterable[str],
         asleep: bool,
     ) -> None:
-        """Records a pause that an earlier sidecar has left, or that the engine has entered itself.
+        """Records a pause of an earlier sidecar, or one that the engine began itself.
 
         Requires :attr:`at_rest`. ``partial``: the parts without weights. ``asleep``: memory sleeps.
         """
@@ -286,14 +286,20 @@ class EngineSession:
             self.memory.found_asleep()
 
     def on_core_resumed(self, now_ms: float) -> list[c.SessionEffect]:
-        """Records that the engine (:attr:`at_rest`) has resumed by itself, with whole weights."""
+        """Records that the engine has resumed by itself, with whole weights.
+
+        Requires :attr:`at_rest`.
+        """
         if self.update.state is not EngineUpdateState.ARMED:  # that is a later update
             self.update.on_found(())
         self.pause.found_running()
         return self._with_calls(self._update_admission(), now_ms)
 
     def on_core_quarantined(self, now_ms: float) -> list[c.SessionEffect]:
-        """Records that the engine (:attr:`at_rest`) stays paused, as a rank lacks weights."""
+        """Records that the engine stays paused, because a rank of its DP group lacks weights.
+
+        Requires :attr:`at_rest`.
+        """
         effects: list[c.SessionEffect] = []
         if part := self.update.part_in_place:  # the core could not undo it
             partial, asleep = {*self.update.partial, part}, not self.memory.awake
@@ -331,7 +337,7 @@ class EngineSession:
         return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
 
     def held_for_ms(self, now_ms: float) -> float:
-        """Returns for how many ms the engine core waits for this sidecar before it resumes itself.
+        """Returns for how many ms the engine core waits for this sidecar before resuming itself.
 
         The core waits until the lease is over. It then gives the sidecar some time to undo the
         update, and to resume an engine without peer ranks. The number is negative once nothing is
@@ -359,7 +365,7 @@ class EngineSession:
             self.lease.renew(now_ms)
 
     def on_group_version(self, group_version: int, now_ms: float) -> list[c.SessionEffect]:
-        """Closes admission if the group serves a later version than this engine; else opens it."""
+        """Closes admission if the engine is older than its group; otherwise opens admission."""
         self.admission.group_version = group_version
         return self._with_calls(self._update_admission(), now_ms)
 

@@ -45,9 +45,9 @@ class EngineTransfer:
         self._drained = ""  # the id of the last drain that has succeeded
 
     def open(self, msg_id: int, message: TransferInit | TransferDrain) -> list[SessionEffect]:
-        """Opens the transport of a TRANSFER_INIT, or drains it; ``msg_id`` is the message's id.
+        """Executes a TRANSFER_INIT or TRANSFER_DRAIN, whose message id is ``msg_id``.
 
-        If that transport is open, or drained by this message, only acknowledges it again.
+        If the transport is already open, or drained by this message, sends the ACK again.
 
         Raises:
             Declined: the engine has no rank in the communicator; or the transport to drain is not
@@ -75,7 +75,7 @@ class EngineTransfer:
         return []
 
     def is_open(self, message: TransferInit | TransferDrain) -> bool:
-        """Whether the open transport is the one of this message.
+        """Returns whether the transport that a message names is open.
 
         Raises:
             Declined: as :meth:`open`.

@@ -135,7 +135,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the model may hold weights of two versions, so that it must not resume."""
+        """Whether the model may hold weights of two versions, so that no resume may follow."""
         return bool(self.partial) or self.in_place
 
     @property
@@ -155,7 +155,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._queue.cancellable()
 
     def about_to_serve(self, version: int) -> bool:
-        """Returns whether the engine has staged this version or a later one, and is not stale."""
+        """Returns whether the engine has staged this version or a later one."""
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
         return waits and self._order.arm.version >= version
 
@@ -170,7 +170,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def open(self, msg_id: int, message: _OfTransport) -> list[c.SessionEffect]:
         """Executes a TRANSFER_INIT or TRANSFER_DRAIN, whose message id is ``msg_id``."""
         if self.staged and self.state in MIXED and not self.transfer.is_open(message):
-            return self.give_way("the bus opens another transport")
+            return self.give_way("the broker opens another transport")
         if self.state in MIXED:  # the broker has ended that update, and is about to abort it here
             return []  # the message is repeated
         return self.transfer.open(msg_id, message)
@@ -182,7 +182,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if self._abort_asked is not None or self.state is _S.ABORTING:
             return []  # the abort comes first; ARM is repeated
         if self.state in MIXED and message.version > self._order.arm.version:  # ABORT is under way
-            return self.give_way("the bus arms a later one") if self.staged else []
+            return self.give_way("the broker arms a later update") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"the engine's update {self.update_id} is {self.state.value}")
         if not message.scope and message.version <= self.version:  # a catch-up may go back
@@ -204,7 +204,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
-        """Aborts the update: a new command (``why``) shows that the broker has ended it."""
+        """Aborts the update, because a new command (``why``) shows that the broker ended it."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
@@ -214,8 +214,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return []
         if self.state in MIXED:
             return [c.ack(msg_id, m.Step.START, self.update_id)]
-        if self.state is not _S.ARMED:
-            raise wrong_state(f"the update is {self.state.value}, not armed")
+        self._require_state(_S.ARMED)
         if message.staged:
             self._order.require_room(self.partial)
         elif not paused:
@@ -232,8 +231,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         """Executes a WEIGHT_CHUNK_META or CHUNK_SENT, whose message id is ``msg_id``."""
         self._require(message.update_id)
         if self._chunks.is_new(message):
-            if self.state not in (_S.STARTING, _S.LOADING):
-                raise wrong_state(f"the update is {self.state.value}, not loading")
+            self._require_state(_S.STARTING, _S.LOADING)
             self._require_kept()
         return self._chunks.take(msg_id, message)
 
@@ -242,8 +240,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._require(message.update_id)
         if self.state is _S.EXTENDING:
             return []
-        if self.state is not _S.LOADING:
-            raise wrong_state(f"the update is {self.state.value}, not loading")
+        self._require_state(_S.LOADING)
         if message.part < self._chunks.parts:
             return [c.ack(msg_id, m.Step.PART, self.update_id)]
         part = self._chunks.extend(message)
@@ -256,8 +253,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return []
         if self.state in (_S.FINISHED, _S.PROBING, _S.COMMITTING):
             return [c.ack(msg_id, m.Step.FINISH, self.update_id)]
-        if self.state is not _S.LOADING:
-            raise wrong_state(f"the update is {self.state.value}, not loading")
+        self._require_state(_S.LOADING)
         if not self._chunks.has_sent_all:  # a CHUNK_SENT was lost: the broker repeats it
             return []
         return self._begin(_E.FINISH_ASKED, ops.Finish(staged=self.staged), msg_id)
@@ -286,16 +282,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._require(message.update_id)
         if self.state is _S.COMMITTING:
             return []
-        if self.state is not _S.FINISHED:
-            raise wrong_state(f"the update is {self.state.value}, not finished")
+        self._require_state(_S.FINISHED)
         if message.version != self._order.arm.version:
-            raise wrong_state(
-                f"the update is armed for version {self._order.arm.version}", "version"
-            )
+            raise wrong_state(f"the update has version {self._order.arm.version}", "version")
         if not self.staged:
             return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
         if (staging := self._order.arm.staging) is None or not swaps:
-            raise swap_cancelled("ranks in lockstep swap at a step; a paused rank makes none")
+            raise swap_cancelled("a paused rank runs no steps, so it can't swap between two")
         call = ops.SwapStaged(message.version, staging.clear_cache)
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
@@ -410,7 +403,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
-        """Records, before any engine call is made, if it may change weights or close admission."""
+        """Records, before an engine call is made, its effect on weights and admission."""
         if isinstance(call, ops.ReceiveChunk) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, c.CallAbortRequests):
@@ -434,6 +427,10 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._go(event)
         self._queue.add(call, msg_id)
         return []
+
+    def _require_state(self, *states: EngineUpdateState) -> None:
+        if self.state not in states:
+            raise wrong_state(f"the update is {self.state.value}, not {' or '.join(states)}")
 
     def _require_kept(self) -> None:
         if self._abort_asked is not None:

@@ -34,10 +34,13 @@ def require_probes(
         return
     names = list(names)
     if len(names) > m.MAX_PROBED:
-        raise wrong_state(f"{len(names)} engines: a canary probes at most {m.MAX_PROBED}", "canary")
+        text = f"a canary probes at most {m.MAX_PROBED} engines, and {len(names)} take part"
+        raise wrong_state(text, "canary")
     if asleep:
         raise wrong_state(
-            "no engine runs probes while its KV cache sleeps", "canary", hint="update when awake"
+            "no engine runs probes while its KV cache sleeps",
+            "canary",
+            hint="send RESUME first, or update without a canary",
         )
     able = ("keep",) if way == "keep" else ("keep", "abort")
     facts = registry.facts(names)

@@ -145,7 +145,7 @@ class Commands:
                 return self._abort(msg_id, message, now_ms)
             case _:
                 raise decline(
-                    m.NackCode.FORBIDDEN, "a trainer does not send this message", field="kind"
+                    m.NackCode.FORBIDDEN, "a trainer may not send this message", field="kind"
                 )
 
     def _ask(
@@ -158,13 +158,13 @@ class Commands:
     # -- queued commands ---------------------------------------------------------
 
     def _queue(self, msg_id: int, step: m.Step, message: Queued) -> list[Action]:
-        """Queues a command; :meth:`next_queued` executes it when its turn comes."""
+        """Queues a command until :meth:`next_queued` can execute the command."""
         self._state.session.ask((step, 0), msg_id)
         self.queued[step] = message
         return []
 
     def next_queued(self, now_ms: float) -> list[Action]:
-        """Executes the queued command whose turn has come; refuses those of an ended update.
+        """Executes the next queued command, if possible; refuses commands of an ended update.
 
         Returns:
             Its actions; empty if every queued command still has to wait. Call again after executing
@@ -224,7 +224,7 @@ class Commands:
             waits = f", waiting for {waiting}" if waiting else ""
             raise wrong_state(
                 f"the group is {pause.state.value} (update {pause.update_id}){waits}",
-                hint="one pause at a time: RESUME it, or wait until it is recovered",
+                hint="send RESUME first, or wait until the broker has ended this pause",
             )
         least_ms = self._state.config.min_lease_ms
         if message.lease_ms < least_ms:
@@ -250,7 +250,10 @@ class Commands:
                 return [*self._state.answer_at_once(msg_id, m.Step.RESUME, message.update_id)]
             raise wrong_state(f"group {self._state.name} is not paused", "update_id")
         if message.update_id != self._state.pause.update_id:
-            raise wrong_state(f"the group is in pause {self._state.pause.update_id}", "update_id")
+            raise wrong_state(
+                f"the group is in pause {self._state.pause.update_id}, not {message.update_id}",
+                "update_id",
+            )
         update = self._state.update
         self._state.session.ask((m.Step.RESUME, 0), msg_id)
         if update.is_unsafe:  # RESUME waits for the update's end
@@ -264,7 +267,7 @@ class Commands:
         members = self._window(message.update_id)
         sleep = self._state.sleep
         if sleep.state is not SleepState.AWAKE:
-            raise wrong_state(f"the group is {sleep.state.value}", hint="RESUME it first")
+            raise wrong_state(f"the group is {sleep.state.value}", hint="send RESUME first")
         facts = self._state.registry.facts(members)
         cannot = [name for name, engine in facts.items() if not engine.can_sleep]
         if cannot:
@@ -296,7 +299,8 @@ class Commands:
         if pause.state is not PauseState.PAUSED:
             raise wrong_state(f"the group is {pause.state.value}", hint="send PAUSE_LOCAL first")
         if update_id != pause.update_id:
-            raise wrong_state(f"the group is in pause {pause.update_id}", "update_id")
+            text = f"the group is in pause {pause.update_id}, not {update_id}"
+            raise wrong_state(text, "update_id")
         self._state.update.require(UpdateState.IDLE)
         return pause.members
 
@@ -320,7 +324,7 @@ class Commands:
         return catch_up.members(self._state.registry, scope, self._state.version)
 
     def _require_communicator(self, number: int, members: Iterable[str]) -> m.TransferPlan:
-        """Returns these engines' communicator; declines if its number is no longer ``number``."""
+        """Returns the communicator of these engines; declines if its number isn't ``number``."""
         made = _communicator(self._state, members)
         if made.communicator != number:
             raise decline(
@@ -441,7 +445,7 @@ def _communicator(state: GroupState, members: Iterable[str]) -> m.TransferPlan:
 
 
 def _with_tensors(message: m.Arm, manifest: Manifest) -> m.Arm:
-    """Returns an ARM for engines that lack its manifest."""
+    """Returns the ARM with the manifest's tensors, for engines that lack the manifest."""
     return replace(
         message,
         names=manifest.names,

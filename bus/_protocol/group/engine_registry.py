@@ -118,17 +118,17 @@ def _why_nobody(registry: EngineRegistry, group: str) -> Declined:
             there = len(registry.dp_peers(name))
             return wrong_state(
                 f"DP group {facts.dp_group} has {there} of {facts.dp_size} ranks",
-                hint="a pause of some ranks would wedge them; start the others",
+                hint="start the missing ranks: a pause of only some ranks would hang",
             )
     for name, peer in sorted(registry.engines.items()):
         if peer.overdue:
             return wrong_state(f"{name} has not answered {peer.overdue} yet")
     if registry.engines or registry.departed:
         code, detail = NackCode.EMPTY_GROUP, f"every engine of group {group} is gone"
-        hint = "start sidecars, and wait_for_engines"
+        hint = "start sidecars, and call wait_for_engines"
     else:
         code, detail = NackCode.UNKNOWN_GROUP, f"no engine has joined group {group!r}"
-        hint = "check --group of the sidecars, and wait_for_engines"
+        hint = "check --group of the sidecars, and call wait_for_engines"
     return decline(code, detail, field="group", hint=hint)
 
 
@@ -188,7 +188,7 @@ class EngineRegistry:
         self.changes = changes + (not only_adds and before != _routed_by(peer, record))
 
     def remove(self, peer: Peer, reason: str) -> bool:
-        """Removes an engine that has left; returns False if it is unknown or was replaced."""
+        """Removes an engine that has left; returns False for an unknown or replaced engine."""
         if self.engines.get(peer.name) is not peer:
             return False
         del self.engines[peer.name], self._records[peer.name]
@@ -205,7 +205,7 @@ class EngineRegistry:
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat) -> bool:
-        """Records an engine's heartbeat; returns whether its version has changed."""
+        """Records an engine's heartbeat; returns whether the engine's version has changed."""
         is_new = peer.version != beat.version
         was_out, is_out = peer.phase in UNROUTABLE, beat.phase in UNROUTABLE
         self.changes += is_new or (is_out and not was_out)
@@ -227,7 +227,7 @@ class EngineRegistry:
         self._check_admission(record, phase, closed=closed)
 
     def on_ack(self, peer: Peer, ack: Ack, *, staged: bool) -> None:
-        """Records the phase that an engine's ACK shows; ``staged``: its update is staged."""
+        """Records the phase that an engine's ACK shows; ``staged``: the update is staged."""
         after = _PHASE_AFTER_STAGED if staged else _PHASE_AFTER
         was_out = peer.phase in UNROUTABLE
         peer.phase = _PHASE_FOUND.get(ack.outcome) or after.get(ack.step, peer.phase)
@@ -281,7 +281,7 @@ class EngineRegistry:
         self.changes += 1
 
     def on_abort_ack(self, name: str, outcome: str) -> bool:
-        """Records an ABORT's outcome; returns whether it leaves the engine quarantined."""
+        """Records an ABORT's outcome; returns whether the engine is quarantined now."""
         record = self._records.get(name)
         if record is None:
             return False
@@ -335,7 +335,7 @@ class EngineRegistry:
                 self._records[name].differs_at = version
 
     def admit_joined_late(self) -> bool:
-        """Lets engines that joined late take part; returns False if there were none."""
+        """Lets engines that joined late take part; returns False without such engines."""
         late = [record for record in self._records.values() if record.joined_late]
         for record in late:
             record.joined_late = False
@@ -406,7 +406,7 @@ class EngineRegistry:
         return self.unable() | {n for n, record in self._records.items() if record.joined_late}
 
     def ready(self) -> list[str]:
-        """Returns the sorted names of the engines that would take part in a pause or update."""
+        """Returns, sorted, the names of the engines that can take part in a pause or update."""
         return sorted(self.engines.keys() - self._left_out())
 
     def members(self) -> dict[str, str]:
@@ -431,26 +431,26 @@ class EngineRegistry:
         return frozenset[str]().union(*map(self.dp_peers, out))
 
     def stale(self, names: Iterable[str], version: int) -> list[str]:
-        """Returns the sorted names of those of these engines that don't serve the version."""
+        """Returns, sorted, the names of the engines that don't serve the version."""
         return sorted(name for name in names if self.engines[name].version != version)
 
     def older(self, names: Iterable[str], version: int) -> list[str]:
-        """Returns the sorted names of the whole engines that serve an earlier version."""
+        """Returns, sorted, the names of engines with whole weights of an earlier version."""
         whole = {*names} - self.quarantined.keys()
         return sorted(name for name in whole if self.engines[name].version < version)
 
     def facts(self, names: Iterable[str]) -> dict[str, EngineFacts]:
-        """Returns, by name, the facts of these engines; leaves out those that are not present."""
+        """Returns the facts of these engines by name; leaves out absent engines."""
         engines = ((name, self.engines.get(name)) for name in sorted(names))
         return {name: peer.facts for name, peer in engines if peer is not None and peer.facts}
 
     def is_disaggregated(self) -> bool:
-        """Whether some engines prefill for others that decode."""
+        """Whether some engines of the group only prefill, and others only decode."""
         roles = {facts.pd_role for facts in self.facts(self.engines).values()}
         return {"prefill", "decode"} <= roles
 
     def routes(self, names: Iterable[str]) -> tuple[bytes, ...]:
-        """Returns the routing ids of these engines; leaves out those that are not present."""
+        """Returns the routing ids of these engines; leaves out absent engines."""
         return tuple(self.engines[name].route for name in names if name in self.engines)
 
     def views(self, now_ms: float, names: Iterable[str] | None = None) -> tuple[EngineView, ...]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class FollowUps:
-    """Finds what follows from a change of the group's state, and skips the search if nothing can.
+    """Finds the actions that a change of the group's state makes possible.
 
     Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come, the
     end of an abandoned pause, and the admission of engines that joined late. Follow-ups depend on
@@ -59,8 +59,8 @@ class FollowUps:
     - a trainer that is gone: the group calls :meth:`mark`. (A RESUME waits for a transition.)
     - engines that joined late, in a pause or an update, whose end is a transition.
 
-    So a search that found nothing finds nothing until one of these changes. Most events, such as
-    the ACKs of a chunk, change none of them.
+    So a search that found nothing finds nothing until one of these changes, and is skipped. Most
+    events, such as the ACKs of a chunk, change none of them.
 
     Args:
         state: the group.
@@ -105,7 +105,7 @@ class FollowUps:
 
 
 class Group(GroupSteps):
-    """The state of a group, and the execution of its state machines' instructions."""
+    """Runs one group: passes events to its state machines, and executes their instructions."""
 
     def __init__(self, name: str, config: BrokerConfig) -> None:
         super().__init__(name, config)
@@ -118,7 +118,7 @@ class Group(GroupSteps):
     def receive(
         self, peer: Peer, envelope: m.Envelope, message: m.Message, now_ms: float
     ) -> list[Effect]:
-        """Passes a message of a peer of the group to the state machine that it concerns."""
+        """Passes a message of one of the group's peers to the right state machine."""
         back = self.take_back(peer, message, now_ms) if peer.overdue else []
         if type(message) is m.Ack:
             self.registry.on_ack(peer, message, staged=self.update.staged)
@@ -155,7 +155,7 @@ class Group(GroupSteps):
         return self.dp_groups.on_coordinator_joined(peer) if peer.role == "coordinator" else []
 
     def on_gone(self, peer: Peer, reason: str, now_ms: float) -> list[Effect]:
-        """Ends what a peer that has left or was lost takes part in."""
+        """Removes a peer that has left or was lost from the group's pause and update."""
         if peer.role == "engine":
             failure = Failure(m.NackCode.PEER_LOST, reason, peer.name)
             return self._on_engine_lost(peer, failure, now_ms)
@@ -226,7 +226,7 @@ class Group(GroupSteps):
         return effects + self._run_follow_ups(now_ms)
 
     def _on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
-        """Records a heartbeat, and ends what an earlier pause or update left at the engine."""
+        """Records a heartbeat, and ends an earlier pause or update that the engine is still in."""
         if self.registry.on_heartbeat(peer, beat):
             self.served.on_report(self.registry, peer)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
@@ -306,7 +306,7 @@ class Group(GroupSteps):
     def _exclude(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Effect]:
-        """Excludes an engine from the update; quarantines engines that may hold a part of it."""
+        """Excludes an engine from the update; quarantines engines that may be half-loaded."""
         before, unsafe = set(self.update.excluded), self.update.is_unsafe
         instructions = self.update.on_refused(name, failure, now_ms, overdue=overdue)
         if unsafe:

@@ -1,4 +1,4 @@
-"""The state of one group, for all rules that read or change it.
+"""Holds the state of one group, for all rules that read or change the state.
 
 The modules :mod:`~bus._protocol.group.commands`, :mod:`~bus._protocol.group.timeouts` and
 :mod:`~bus._protocol.group.status` work on a :class:`GroupState` and return actions. Only
@@ -136,7 +136,7 @@ class GroupState:
         return effects
 
     def quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
-        """Quarantines an engine and logs it, unless it is quarantined already."""
+        """Quarantines an engine and logs this, unless the engine is quarantined already."""
         if self.registry.is_quarantined(name):
             return []
         self.registry.quarantine(name, reason)
@@ -293,7 +293,7 @@ class GroupSteps(GroupState):
     def review_routes(
         self, effects: list[Effect], watchers: Watchers, now_ms: float
     ) -> list[Effect]:
-        """Sends watchers how the routes have changed, and logs it."""
+        """Sends watchers the change of the routes, if there is one, and logs the change."""
         change = self.routing.changed(self.version, now_ms)
         effects = self.routing.hold(effects) if self.routing.is_holding else effects
         if change is None:

@@ -1,4 +1,4 @@
-"""Pauses a group in one phase or two, and resumes it: the broker's side.
+"""Pauses a group in one phase or two, and resumes the group: the broker's side.
 
 Two phases keep a rank from waiting in a collective for a peer rank that never pauses. If every DP
 group of the pause has one rank, there are no peer ranks, and one phase is enough: an engine answers
@@ -79,7 +79,7 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
 
 
 class PauseMachine(StepMachine[PauseState, PauseEvent]):
-    """The pause of one group. Methods take an event or command, and return instructions.
+    """Tracks the pause of one group. Methods take an event or command, and return instructions.
 
     ``kept_paused`` returns the engines that stay paused at a resume, such as quarantined ones.
     """

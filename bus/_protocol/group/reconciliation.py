@@ -1,4 +1,4 @@
-"""Ends a pause or an update at an engine that missed its end.
+"""Ends pauses and updates at engines that missed the end.
 
 An engine reports in its heartbeats which pause or update it is in. If the group does not know that
 pause or update, or is past it, only reconciliation ends it:
@@ -62,9 +62,9 @@ def find_leftover(
     if beat.phase in _IN_UPDATE and (
         update.state is UpdateState.IDLE or update.update_id != beat.update_id
     ):
-        return Abort(beat.update_id, "the broker does not know this update"), alone
+        return Abort(beat.update_id, "the broker has no such update"), alone
     if peer.overdue in UNDONE and peer.may_return and beat.phase not in _IN_UPDATE:
-        return Abort(beat.update_id, f"{peer.overdue} was not answered"), alone
+        return Abort(beat.update_id, f"the engine has not answered {peer.overdue}"), alone
     if _is_abandoned(state, peer, beat):
         return Resume(beat.update_id, state.version), alone
     if state.pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
@@ -122,7 +122,7 @@ class EarlierCommits:
         self._since_ms = 0.0  # when that COMMIT first came
 
     def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
-        """Acknowledges the COMMIT if engines serve its version.
+        """Acknowledges a COMMIT if engines serve the version that it names.
 
         Engines that have not joined this broker yet, or are in an update, may serve that version
         soon. The broker waits for these engines for ``min_lease_ms``. Meanwhile it does not answer,

@@ -81,7 +81,7 @@ class _Held:
 
 
 class Routing:
-    """Decides one group's routes, and holds messages to engines that leave them.
+    """Decides one group's routes, and holds messages to engines that leave the routes.
 
     Args:
         hold_ms: how long the broker waits for watchers, in ms.
@@ -108,7 +108,7 @@ class Routing:
         self._held: dict[str, _Held] = {}  # by the engine's name
 
     def changed(self, version: int, now_ms: float) -> RoutesChange | None:
-        """Returns the change of the routes, if there is one; ``version`` is the group's."""
+        """Returns how the routes have changed, or None; ``version`` is the group's."""
         if self._update.state is UpdateState.COMMITTING or self.is_current(version):
             return None
         inputs = self._inputs(version)
@@ -132,7 +132,7 @@ class Routing:
         return RoutesChange(version, self.now.revision, came, tuple(sorted(before)))
 
     def is_current(self, version: int) -> bool:
-        """Whether the routes show all that they depend on; ``version`` is the group's."""
+        """Whether the routes are up to date with the group; ``version`` is the group's."""
         return self._seen == self._inputs(version) and self.added == self._registry.additions
 
     def _inputs(self, version: int) -> tuple[object, ...]:
@@ -180,7 +180,7 @@ class Routing:
         return passed
 
     def on_taken(self, watcher: str, revision: int) -> list[Effect]:
-        """Records a watcher's confirmation, and returns the messages that it releases.
+        """Records a watcher's confirmation, and returns the messages that are released.
 
         A revision of an earlier broker confirms nothing.
         """
@@ -188,7 +188,7 @@ class Routing:
         return self._release()
 
     def remove_watchers(self, watchers: Iterable[str]) -> list[Effect]:
-        """Stops waiting for these watchers, and returns the messages that this releases."""
+        """Stops waiting for these watchers, and returns the messages that are released."""
         for watcher in watchers:
             self._confirmed.pop(watcher, None)
         return self._release()

@@ -1,4 +1,4 @@
-"""Puts a paused group to sleep and wakes it: the broker's side.
+"""Puts a paused group of engines to sleep, and wakes the group: the broker's side.
 
 Invariants:
 
@@ -62,7 +62,7 @@ TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
 
 
 class SleepMachine(StepMachine[SleepState, SleepEvent]):
-    """The sleep of one group. Methods take an event or command, and return instructions.
+    """Tracks the sleep of one group. Methods take an event or command, and return instructions.
 
     Attributes:
         discarded: the engines whose weights a sleep has discarded, until a commit.

@@ -51,13 +51,13 @@ class StagingDecision:
         self.pause_reason = pause_reason
 
     def on_armed(self, name: str, armed: Armed) -> None:
-        """Records the engine's ARMED: the memory that staging needs, or why it can't stage."""
+        """Records an engine's ARMED: the memory for staging, or why the engine can't stage."""
         self.needed_bytes = max(self.needed_bytes, armed.staging_bytes)
         if armed.why_paused and not self.pause_reason:
             self.pause_reason = f"{name}: {armed.why_paused}"
 
     def require(self) -> None:
-        """Checks that the update can be started as a staged one.
+        """Checks that a staged update can be started.
 
         Raises:
             Declined: the update can't be staged.

@@ -1,4 +1,4 @@
-"""What `wavebus status` shows of a group: its state, missing answers, engines that don't serve."""
+"""Collects what `wavebus status` shows of a group: states, missing answers, absent engines."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def overdue_engines(
         wedged, restart = _check_wedged(state, peer, now_ms)
         waited_ms = now_ms - barrier.asked_ms
         state.registry.on_overdue(name, barrier.step, now_ms, waited_ms)
-        lives = "lives but " if peer and peer.last_heard_ms >= barrier.asked_ms else ""
+        lives = "is alive but " if peer and peer.last_heard_ms >= barrier.asked_ms else ""
         failure = Failure(
             NackCode.TIMEOUT,
             f"{state.registry.last_heard(name, now_ms)} {lives}has not acked "
@@ -104,7 +104,7 @@ def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
 
 
 def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
-    """Returns why the update must be aborted because of its trainer; None: it need not.
+    """Returns why the update must be aborted because of its trainer; None: there is no reason.
 
     The trainer lives, and the update waits for nobody else, but the trainer does not continue it.
     """

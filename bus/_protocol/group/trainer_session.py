@@ -91,7 +91,7 @@ class TrainerSession:
                 f"last heard {now_ms - old.last_heard_ms:.0f} ms ago",
                 field="group",
                 peer=old.name,
-                hint="stop it; if it is dead, wait until its peer timeout is over",
+                hint="stop that trainer; if it is dead, wait for the broker's peer timeout",
             )
         if old is None:
             self.epoch += 1
@@ -118,7 +118,7 @@ class TrainerSession:
         if not self.granted_epoch <= epoch <= self.epoch:
             raise decline(
                 m.NackCode.FENCED,
-                f"the command has epoch {epoch}, and the group is at {self.epoch}",
+                f"the command has epoch {epoch}, and the group has {self.epoch}",
                 field="epoch",
                 hint="this trainer was replaced; join again to take the group",
             )
@@ -137,7 +137,7 @@ class TrainerSession:
         return len(self.waiters) + sum(map(len, self._asked.values()))
 
     def ask(self, key: Key, msg_id: int) -> None:
-        """Registers the request ``msg_id`` as waiting for a step, or for one chunk."""
+        """Registers the request ``msg_id`` as waiting for a step or a chunk."""
         self._asked.setdefault(key, []).append(msg_id)
 
     def steps(self) -> list[Key]:
@@ -145,7 +145,10 @@ class TrainerSession:
         return list(self._asked)
 
     def answer_again(self, trainer: Peer, msg_id: int) -> list[Effect] | None:
-        """Returns a repeated request's answer, empty while it waits; None: the request is new."""
+        """Returns the answer to a repeated request; None: the request is new.
+
+        The answer is empty while the first request still waits.
+        """
         if trainer is not self.owner:
             return None
         if msg_id in self._answers:
@@ -195,7 +198,7 @@ class TrainerSession:
         return effects
 
     def notify(self, message: m.Message, reply_to: int = 0) -> list[Effect]:
-        """Sends the owner a message; with ``reply_to`` 0 it answers no request."""
+        """Sends the owner a message; ``reply_to`` 0: the message answers no request."""
         if self.owner is None:
             return []
         return [Send(message, (self.owner.route,), reply_to, self._group, self.epoch)]

@@ -128,7 +128,7 @@ TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
 
 
 class UpdateMachine(StepMachine[UpdateState, UpdateEvent]):
-    """The update of one group. Methods take an event or command, and return instructions."""
+    """Tracks the update of one group. Methods take an event or command, and return instructions."""
 
     def __init__(self) -> None:
         super().__init__("update", TRANSITIONS, _S.IDLE)
@@ -170,7 +170,7 @@ class UpdateMachine(StepMachine[UpdateState, UpdateEvent]):
             detail = f"update {self.update_id} is {self.state.value}, not {' or '.join(states)}"
             raise wrong_state(detail, hint="send one update at a time, its steps in order")
         if update_id and update_id != self.update_id:
-            raise wrong_state(f"the group's update is {self.update_id}", "update_id")
+            raise wrong_state(f"the update is {self.update_id}, not {update_id}", "update_id")
 
     # -- commands of the trainer ----------------------------------------------
 
@@ -390,7 +390,7 @@ class UpdateMachine(StepMachine[UpdateState, UpdateEvent]):
         return failed
 
     def _check_barrier(self) -> list[Instruction]:
-        """Ends the step if every engine has done it; FINISH also needs every chunk."""
+        """Ends the step if all engines have acknowledged; FINISH also needs every chunk."""
         done = self.barrier
         if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
             return []

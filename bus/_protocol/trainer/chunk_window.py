@@ -81,7 +81,7 @@ class ChunkWindow:
         return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
-        """Returns whether a buffer is free for a chunk, after all earlier chunks got a buffer."""
+        """Returns whether a buffer is free for a chunk, besides those of the earlier chunks."""
         return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:

@@ -126,10 +126,10 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
 
     @staticmethod
     def undo(update_id: str, error: BaseException) -> list[Resume]:
-        """Returns what to send after a PAUSE_LOCAL or RESUME that failed.
+        """Returns the messages to send after a PAUSE_LOCAL or RESUME that failed.
 
-        If the broker has refused the step, it resumes the engines itself, so nothing is sent. If no
-        answer has arrived, the group may be paused, so RESUME is sent.
+        If the broker has refused the step, the broker resumes the engines, so nothing is sent. If
+        no answer has arrived, the group may be paused, so RESUME is sent.
 
         Args:
             update_id: the pause's id.

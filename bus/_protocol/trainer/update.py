@@ -245,13 +245,13 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return [*pause, m.UpdateStart(self.id, self.is_staged)]
 
     def extend(self, known: Manifest, part: Manifest) -> list[m.Message]:
-        """Returns ARM_PART, with which engines check the tensors of ``part`` after those known."""
+        """Returns the ARM_PART that adds the tensors of ``part`` to the ``known`` manifest."""
         self._go(_E.PART_ASKED)
         self._parts += 1
         return [part_message(self.id, self._parts, known, part)]
 
     def finish(self) -> list[m.Message]:
-        """Returns UPDATE_FINISH; nothing, if it was already requested."""
+        """Returns UPDATE_FINISH, unless UPDATE_FINISH was already requested."""
         if self.state not in (_S.STARTING, _S.LOADING):
             return []
         self._go(_E.FINISH_ASKED)
@@ -279,7 +279,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         """Returns the ABORT and RESUME that end the update and its pause, if needed."""
         messages: list[m.Abort | m.Resume] = []
         if self.state in _KNOWN_TO_BUS:
-            messages.append(m.Abort(self.id, "the trainer gave up"))
+            messages.append(m.Abort(self.id, "the trainer aborted the update"))
         if self._owns_pause:
             messages.append(m.Resume(self.id))
         self._go(_E.UNDO_ASKED)
@@ -380,7 +380,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 
 
 def part_message(update_id: str, number: int, known: Manifest, part: Manifest) -> m.ArmPart:
-    """Returns the ARM_PART of the tensors of ``part``, which follow those known."""
+    """Returns the ARM_PART that adds the tensors of ``part`` to the ``known`` manifest."""
     columns = part.names, part.dtypes, part.shapes, part.chunk_ends
     return m.ArmPart(update_id, number, *columns, known.join(part).digest)
 

@@ -1054,7 +1054,7 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     assert set(group.update.members) == {"e0"}
     failure = group.update.excluded["e1"]
     assert failure.code is NackCode.TIMEOUT
-    assert "e1 (heard 0 ms ago) lives but has not acked chunk 0 for " in failure.detail
+    assert "e1 (heard 0 ms ago) is alive but has not acked chunk 0 for " in failure.detail
     (note,) = [
         each for each in effects if isinstance(each, Note) and each.event == "engine_overdue"
     ]
