@@ -60,7 +60,6 @@ class Alarm:
         self._timer = self._scheduler.call_at(due_ms, self._on_timer)
 
     def cancel(self) -> None:
-        """Cancels the deadline."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

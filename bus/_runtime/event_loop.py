@@ -13,7 +13,6 @@ T = TypeVar("T")
 
 
 def has_uvloop() -> bool:
-    """Returns whether uvloop is installed."""
     return find_spec("uvloop") is not None
 
 

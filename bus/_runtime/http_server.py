@@ -365,7 +365,6 @@ class _Connection(web.RequestHandler):
         self._timer = self._later(limit_s, self._check_slow) if limit_s is not None else None
 
     def abort(self) -> None:
-        """Closes the connection at once."""
         if self._raw is not None:
             self._raw.abort()
 

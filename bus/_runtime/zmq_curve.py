@@ -72,7 +72,6 @@ class ZapHandler:
         self._socket.listen(self._on_request)
 
     def close(self) -> None:
-        """Closes the handler's socket."""
         self._socket.close()
 
     def _on_request(self, parts: list[bytes]) -> None:

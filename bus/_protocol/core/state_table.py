@@ -36,7 +36,6 @@ class StateMachine(Generic[S, E]):
 
     @property
     def state(self) -> S:
-        """The present state."""
         return self._state
 
     def _go(self, event: E) -> None:

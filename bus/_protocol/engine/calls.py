@@ -217,7 +217,6 @@ class CallQueue:
         """Adds a call after all others, and returns it.
 
         Args:
-            call: the call.
             reply_to: the id of the command to answer when the call has returned; 0: none.
         """
         self._jobs.append(Job(call, reply_to))
@@ -227,7 +226,6 @@ class CallQueue:
         """Adds a call before those that wait. No call may be running.
 
         Args:
-            call: the call.
             reply_to: as in :meth:`add`.
         """
         assert not (self._jobs and self._jobs[0].issued), "a call runs"

@@ -39,8 +39,6 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
-    """Events that change a lease's state."""
-
     PAUSE_TAKEN = "pause_taken"
     RAN_OUT = "ran_out"
     PARTIAL = "partial"

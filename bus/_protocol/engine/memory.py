@@ -34,8 +34,6 @@ class MemoryState(StrEnum):
 
 
 class MemoryEvent(StrEnum):
-    """Events that change the memory's state."""
-
     SLEEP_ASKED = "sleep_asked"
     SLEEP_RETURNED = "sleep_returned"
     WAKE_ASKED = "wake_asked"

@@ -47,8 +47,6 @@ class EnginePauseState(StrEnum):
 
 
 class EnginePauseEvent(StrEnum):
-    """Events that change the state of an engine's pause."""
-
     PAUSE_ASKED = "pause_asked"
     STRENGTHEN_ASKED = "strengthen_asked"
     PAUSE_RETURNED = "pause_returned"

@@ -27,8 +27,6 @@ class EngineUpdateState(StrEnum):
 
 
 class EngineUpdateEvent(StrEnum):
-    """Events that change the state of an engine's update."""
-
     ARM_ASKED = "arm_asked"
     ARM_RETURNED = "arm_returned"
     ARM_FAILED = "arm_failed"

@@ -55,9 +55,6 @@ class Commands:
 
     If the update fails first, queued commands are refused with its error; RESUME is executed.
 
-    Args:
-        state: the group.
-
     Attributes:
         queued: the commands that wait for their turn, by step.
     """

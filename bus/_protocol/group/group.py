@@ -61,10 +61,6 @@ class FollowUps:
 
     So a search that found nothing finds nothing until one of these changes, and is skipped. Most
     events, such as the ACKs of a chunk, change none of them.
-
-    Args:
-        state: the group.
-        commands: its queued commands.
     """
 
     def __init__(self, state: GroupState, commands: Commands) -> None:

@@ -105,7 +105,6 @@ class GroupState:
 
     @property
     def owner(self) -> Peer | None:
-        """The trainer that owns the group."""
         return self.session.owner
 
     def is_busy(self) -> bool:

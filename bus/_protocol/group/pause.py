@@ -49,8 +49,6 @@ class PauseState(StrEnum):
 
 
 class PauseEvent(StrEnum):
-    """Events that change the state of a group's pause."""
-
     ASKED = "asked"
     ONE_PHASE_ASKED = "one_phase_asked"
     ALL_LOCAL = "all_local"

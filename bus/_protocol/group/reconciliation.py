@@ -50,11 +50,6 @@ def find_leftover(
 ) -> tuple[Message, Iterable[str]] | None:
     """Returns the message that ends an engine's leftover pause or update, and its receivers.
 
-    Args:
-        state: the group.
-        peer: the engine.
-        beat: its heartbeat.
-
     Returns:
         The message and the names of its receivers; None if there is nothing to end.
     """
@@ -111,9 +106,6 @@ class EarlierCommits:
     A broker may stop after it has sent COMMIT to engines and before it has answered the trainer.
     The trainer then repeats COMMIT to the next broker, which finds out from the engines' versions
     whether the update was committed.
-
-    Args:
-        state: the group.
     """
 
     def __init__(self, state: GroupState) -> None:

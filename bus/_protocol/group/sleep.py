@@ -36,8 +36,6 @@ class SleepState(StrEnum):
 
 
 class SleepEvent(StrEnum):
-    """Events that change the state of a group's sleep."""
-
     SLEEP_ASKED = "sleep_asked"
     ALL_ASLEEP = "all_asleep"
     WAKE_ASKED = "wake_asked"

@@ -76,8 +76,6 @@ class UpdateState(StrEnum):
 
 
 class UpdateEvent(StrEnum):
-    """Events that change the state of a group's update."""
-
     INIT_ASKED = "init_asked"
     ARM_ASKED = "arm_asked"
     START_ASKED = "start_asked"

@@ -27,8 +27,6 @@ class ChunkState(StrEnum):
 
 
 class ChunkEvent(StrEnum):
-    """Events that change a chunk's state."""
-
     ANNOUNCED = "announced"
     LEFT = "left"
     SENT = "sent"

@@ -27,8 +27,6 @@ class PauseWindowState(StrEnum):
 
 
 class PauseWindowEvent(StrEnum):
-    """Events that change the trainer's pause."""
-
     PAUSED = "paused"
     SLEEP_ASKED = "sleep_asked"
     AWAKE = "awake"

@@ -47,8 +47,6 @@ class TrainerUpdateState(StrEnum):
 
 
 class TrainerUpdateEvent(StrEnum):
-    """Events that change the state of the trainer's update."""
-
     WAKE_ASKED = "wake_asked"
     ARM_ASKED = "arm_asked"
     REFUSED = "refused"
