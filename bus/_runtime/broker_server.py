@@ -174,13 +174,9 @@ class BrokerServer:
         )
         if self._journal is not None:
             self._journal.on_sent(self._scheduler.now_ms(), send.routes, frame)
-        unreachable = self._transport.send(send.routes, frame)
-        for route in unreachable:
-            fields: dict[str, object] = {
-                "route": route.decode(errors="replace"),
-                "kind": WIRE_NAMES[type(message)],
-            }
-            bus.log.write(self._log, Note("unreachable", "debug", fields))
+        for route in self._transport.send(send.routes, frame):
+            kind = WIRE_NAMES[type(message)]
+            self._log.debug("unreachable", route=route.decode(errors="replace"), kind=kind)
 
     def _arm(self) -> None:
         self._alarm.ring_by(max(self.machine.next_deadline_ms(), self._ticks_from_ms))

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from bus._manifest import NO_TENSORS
 from bus._protocol.core.failures import wrong_state
 from bus._protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus._protocol.engine.calls import CallQueue, SessionEffect, ack
@@ -49,9 +50,9 @@ class EngineChunks:
         self._queue = queue
         self._update_id = ""
         self._backend = ""
-        self._manifest: Manifest | None = None
+        self._manifest = NO_TENSORS  # of the armed update
         self._known: dict[str, Manifest] = {}  # by digest
-        self._joined: Manifest | None = None  # the manifest with the part that is being checked
+        self._joined = NO_TENSORS  # the manifest with the part that is being checked
         # How many chunks are announced (WEIGHT_CHUNK_META), sent (CHUNK_SENT) and received. The two
         # queues hold the messages whose receive or load can't be queued yet.
         self._ack_received = self._sent = self._received = 0
@@ -76,18 +77,16 @@ class EngineChunks:
         Raises:
             Declined: the part is not the next one, or contradicts the parts before.
         """
-        manifest = self._armed_manifest()
-        if not manifest.is_open or message.part != self.parts:
+        if not self._manifest.is_open or message.part != self.parts:
             text = f"part {message.part} is out of order: part {self.parts} is next"
             raise wrong_state(text, "part")
         if self.applied < self.total:  # a CHUNK_SENT was lost: the broker repeats it
             return None
-        part, self._joined = part_of(manifest, message)
+        part, self._joined = part_of(self._manifest, message)
         return part
 
     def on_extended(self) -> None:
         """Records that the engine has accepted the part that :meth:`extend` returned."""
-        assert self._joined is not None
         self.parts += 1
         self._manifest = self._joined
 
@@ -100,7 +99,7 @@ class EngineChunks:
     @property
     def total(self) -> int:
         """The number of chunks of the update, as far as its manifest is known."""
-        return self._armed_manifest().chunks
+        return self._manifest.chunks
 
     @property
     def has_sent_all(self) -> bool:
@@ -131,11 +130,11 @@ class EngineChunks:
         if message.chunk < self.applied:
             return [ack(msg_id, Step.CHUNK, self._update_id, chunk=message.chunk)]
         if isinstance(message, WeightChunkMeta) and message.chunk == self._ack_received:
-            check_chunk(self._armed_manifest(), message)
+            check_chunk(self._manifest, message)
             self._ack_received += 1
             self._metas.append((msg_id, message))
         elif isinstance(message, ChunkSent) and message.chunk == self._sent < self._ack_received:
-            check_sums(self._armed_manifest(), message)
+            check_sums(self._manifest, message)
             self._sent += 1
             self._checks.append((msg_id, message))
         return self._go_on()
@@ -169,7 +168,3 @@ class EngineChunks:
                 self._queue.add(load, msg_id)
             else:
                 return acks
-
-    def _armed_manifest(self) -> Manifest:
-        assert self._manifest is not None
-        return self._manifest

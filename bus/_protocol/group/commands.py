@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from bus import messages as m
 from bus._lora import adapter_of
+from bus._manifest import NO_TENSORS
 from bus._protocol.core.failures import Failure, decline, wrong_state
 from bus._protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus._protocol.group import catch_up
@@ -61,7 +62,7 @@ class Commands:
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
-        self._manifest: Manifest | None = None  # of the update under way
+        self._manifest = NO_TENSORS  # of the update under way
         self._known: dict[str, Manifest] = {}  # by digest
         self._earlier_commits = EarlierCommits(state)
         self.queued: dict[m.Step, Queued] = {}
@@ -397,7 +398,6 @@ class Commands:
         update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
         if update.state is UpdateState.ARMED:  # UPDATE_START was lost
             return []
-        assert manifest is not None
         if number >= update.chunks_planned:
             text = f"there is no chunk {number}; the update has {update.chunks_planned}, from 0"
             raise wrong_state(text, "chunk")
@@ -453,14 +453,13 @@ def _with_tensors(message: m.Arm, manifest: Manifest) -> m.Arm:
     )
 
 
-def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:
+def _extended(update: UpdateMachine, known: Manifest, message: m.ArmPart) -> Manifest:
     """Returns the manifest of an open update, with its next part.
 
     Raises:
         Declined: the part is out of order, or a tensor (which is named) came before.
     """
     update.require(*TAKES_CHUNKS, update_id=message.update_id)
-    assert known is not None
     if not update.is_open or message.part != update.parts or not update.has_sent_all:
         raise wrong_state(
             f"part {message.part} is out of order: part {update.parts} is next", "part"
