@@ -1,4 +1,4 @@
-"""The coordinator of one DP group: wakes idle ranks, with or without the broker.
+"""Coordinates the waves of one DP group: wakes idle ranks, with or without the broker.
 
 It replaces vLLM's own coordinator. Front ends notify it of a first request, and cores of the start
 and end of a wave; it starts cores and notifies front ends. It asks the broker first, because the
@@ -78,7 +78,7 @@ CoordinatorEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
 
 
 class CoordinatorState(StrEnum):
-    """The state of a DP coordinator: what it waits for."""
+    """The state of a DP coordinator: what the coordinator waits for."""
 
     IDLE = "idle"
     ASKED = "asked"
@@ -181,7 +181,7 @@ class DpCoordinator:
     def first_req(
         self, rank: int, wave: int, now_ms: float, *, broker: bool
     ) -> list[CoordinatorEffect]:
-        """Handles a front end's notice that an idle DP group got a request.
+        """Handles a front end's notice that an idle DP group has received a request.
 
         Args:
             wave: the number of the wave to start, as the front end knows it.
@@ -241,7 +241,7 @@ class DpCoordinator:
     # -- from the broker --------------------------------------------------------
 
     def on_message(self, message: Message, now_ms: float) -> list[CoordinatorEffect]:
-        """Handles a message of the broker; one about another wave is old and changes nothing."""
+        """Handles a message of the broker; messages about other waves change nothing."""
         match message:
             case StartDpWave(_, wave, _) if wave == self.wave:
                 return self._start(now_ms, local=False) if self._go(_E.ALLOWED) else []

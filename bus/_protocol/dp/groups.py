@@ -1,4 +1,4 @@
-"""The DP groups of a group: their waves, their DP coordinators, and their health.
+"""Tracks the DP groups of a group: their waves, their DP coordinators, and their health.
 
 Composes a :class:`~bus._protocol.dp.wave.WaveMachine` and a
 :class:`~bus._protocol.dp.watchdog.Watchdog` per DP group of more than one rank. A pause changes a
@@ -121,7 +121,7 @@ class DpGroups:
     # -- membership -------------------------------------------------------------
 
     def on_rank_joined(self, peer: Peer) -> list[Effect]:
-        """Records a rank that joined or rejoined; the last one ends the state DOWN."""
+        """Records a rank that joined or rejoined; the last missing rank ends the state DOWN."""
         facts = peer.facts
         if facts is None or facts.dp_size == 1:
             self.restarts.over(peer.name)
@@ -175,7 +175,7 @@ class DpGroups:
         return effects
 
     def on_coordinator_lost(self, peer: Peer) -> list[Effect]:
-        """Records that a DP coordinator was lost. Unless its process lives, no idle core wakes."""
+        """Records that a DP coordinator was lost. If its process is dead, no idle core wakes."""
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
@@ -185,7 +185,7 @@ class DpGroups:
     # -- reports of coordinators and cores ----------------------------------------
 
     def on_message(self, peer: Peer, msg_id: int, message: m.Message) -> list[Effect]:
-        """Handles a coordinator's message; ignores one about another DP group."""
+        """Handles a coordinator's message; ignores messages about other DP groups."""
         facts = peer.coordinator
         if facts is None or getattr(message, "dp_group", None) != facts.dp_group:
             return []

@@ -65,7 +65,7 @@ class Restarts:
         supervised = bool(found) and all(found)
         if not supervised:
             which = f"all {size} ranks" if size > 1 else "the engine"
-            text = f"{text}; nobody supervises it: restart {which}"
+            text = f"{text}; no supervisor restarts it: restart {which} by hand"
         asked_ms = self._asked.get(dp_group)
         if asked_ms is not None and now_ms < asked_ms + AGAIN_MS:
             return text, []
@@ -88,8 +88,8 @@ class Restarts:
         return text, effects
 
     def over(self, dp_group: str) -> None:
-        """Notes that a DP group steps again, or was restarted.
+        """Records that a DP group steps again, or was restarted.
 
-        If it is stuck once more, its restart is logged and requested at once.
+        If the DP group is stuck once more, its restart is logged and requested at once.
         """
         self._asked.pop(dp_group, None)

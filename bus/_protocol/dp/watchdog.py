@@ -1,4 +1,4 @@
-"""Diagnoses from status pages why the ranks of a DP group don't step.
+"""Diagnoses from status pages why ranks of a DP group don't step.
 
 Ranks step in lockstep: in a collective each waits for all. So a rank that stays in a collective
 for long is not the cause; a rank that is absent from it is.

@@ -1,8 +1,8 @@
-"""The waves of one DP group, as the broker tracks them.
+"""Tracks the waves of one DP group, for the broker.
 
 A wave is one running period of a DP group: from its first request until every rank is
 idle. The DP group's coordinator (the bus's, or vLLM's own) owns the wave's number. The broker
-mirrors it, and also knows whether the group is being paused, which the coordinator does not.
+mirrors it. Only the broker also has the state of the group's pause.
 
 Invariants:
 
@@ -14,8 +14,8 @@ Invariants:
 - A wave is under way from STARTED to COMPLETE. PAUSED ends it as well, because all ranks are idle
   then. A STARTED after PAUSED is remembered for RESUMED, because a resume may begin a wave
   before the broker has the acks of all ranks.
-- The number falls only if the DP group restarts. It is never made up here: it is the greatest that
-  a coordinator has reported.
+- The number falls only if the DP group restarts. It is always the greatest number that a
+  coordinator has reported.
 - A lost rank takes its DP group DOWN, until all ranks have joined again.
 """
 

@@ -12,10 +12,9 @@ weights                        a whole set of the model's weights; no patch, no 
 version                        the group's. No new one is assigned; weights of another are refused.
                                For a rank that has committed alone, in an update that failed, it is
                                an earlier one
-trainer                        one that says, with each heartbeat, that it has those weights. After
-                               each such heartbeat it gets the stale DP groups (BEHIND), as
-                               long as no pause or update is under way, so a lost message is
-                               repeated
+trainer                        one whose heartbeats report that it has those weights. After each
+                               such heartbeat it gets the stale DP groups (BEHIND), as long as no
+                               pause or update is under way, so a lost message is repeated
 ============================== ===============================================================
 
 Otherwise it is like any update (:mod:`bus._protocol.group.update`): an engine that drops out of it
@@ -76,14 +75,15 @@ class GroupVersion:
 
     @property
     def of_model(self) -> int:
-        """From which version on engines have the model's weights that the group serves.
+        """The version of the last commit that brought weights of the model.
 
-        Later commits brought adapters alone. A restarted broker does not know, until a commit.
+        Later commits brought adapters alone. In a restarted broker, until its first commit, the
+        group's version.
         """
         return self._of_model if self.is_committed else self.value
 
     def assign(self, arm: Arm, members: Iterable[Peer], session: TrainerSession) -> int:
-        """Assigns the version of an update: above the group's, and above its engines'.
+        """Assigns an update's version, above the versions of the group and of its engines.
 
         An update that is armed again after a refusal keeps its version, so that a late ARM can't
         arm an engine for another version.
@@ -114,7 +114,7 @@ class GroupVersion:
         return version
 
     def on_commit(self, version: int) -> None:
-        """Records that this version was committed."""
+        """Records a commit, and that the group serves its version."""
         is_adapter = self._assigned_adapter and version == self.assigned[1]
         self._of_model = self.of_model if is_adapter else version
         self.value = max(self.value, version) if self.is_committed else version
@@ -148,7 +148,7 @@ class GroupVersion:
 
 
 class _Reports:
-    """Counts DP groups by the version that they report; one report moves one DP group.
+    """Counts DP groups by reported version; each report moves one DP group.
 
     ``_counted`` has the DP groups that count in the median, ``_uncounted`` the others.
     """
@@ -159,7 +159,7 @@ class _Reports:
         self._uncounted: Counter[int] = Counter()
 
     def record(self, dp_group: str, ranks: Iterable[Peer]) -> None:
-        """Counts a DP group by what its ranks report now; without ranks, no more."""
+        """Counts a DP group by its ranks' present reports; without ranks, no longer."""
         if dp_group in self._of:
             counter, version = self._of.pop(dp_group)
             counter[version] -= 1
@@ -205,13 +205,11 @@ def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dic
     if not wanted:
         return everybody
     if not version:
-        raise wrong_state("the group has no version yet", "scope", hint="update all engines")
+        raise wrong_state("the group has no version yet", "scope", hint="send it to all engines")
     for dp_group in sorted(wanted - _stale(registry, everybody, version)):
         known = dp_group in everybody.values()
         why = f"serves the group's version {version}" if known else "is absent or incomplete"
-        raise wrong_state(
-            f"DP group {dp_group} {why}", "scope", hint="there is nothing to do for it"
-        )
+        raise wrong_state(f"DP group {dp_group} {why}", "scope", hint="leave this DP group out")
     return {name: dp_group for name, dp_group in everybody.items() if dp_group in wanted}
 
 
@@ -227,7 +225,7 @@ def require_same_version(arm: Arm, version: int) -> None:
         raise wrong_state(
             f"these are the weights of version {arm.version}, and the group serves {version}",
             "version",
-            hint="update all engines",
+            hint="send this update to all engines",
         )
 
 

@@ -786,7 +786,7 @@ def test_a_diagnosis_is_in_the_status_and_in_the_log_when_it_changes(bench: Benc
     assert view.health == "wedged"
     assert "rank 0 (r0) has been in the all-reduce (sync) for 12.0 s" in view.diagnosis
     assert "rank 1 (r1) has been idle" in view.diagnosis
-    assert "nobody supervises it: restart all 2 ranks" in view.diagnosis
+    assert "no supervisor restarts it: restart all 2 ranks" in view.diagnosis
     assert bench.page("r0", "idle") == ["dp_group_ok"]
     assert (bench.view().health, bench.view().diagnosis) == ("ok", "")
 

@@ -117,7 +117,7 @@ def test_where_nobody_supervises_the_status_says_what_to_do(
     made = bench.live(12_000, r0=("sync", 0.0), r1=("idle", 0.0))
     assert asked(made) == []
     assert events(made).count("restart_needed") == 1
-    assert "nobody supervises it: restart all 2 ranks" in bench.diagnosis()
+    assert "no supervisor restarts it: restart all 2 ranks" in bench.diagnosis()
 
 
 def test_who_is_left_of_a_group_is_restarted_when_it_waits_for_the_lost_one(bench: Bench) -> None:
@@ -166,7 +166,7 @@ def test_an_engine_whose_step_is_overdue_and_whose_core_stands_still(
     failed = next(e for e in made if isinstance(e, Note) and e.event == "pause_failed")
     told = str(failed.fields["detail"])
     assert "its core has been in `work` for 21.0 s" in told
-    assert ("nobody supervises it: restart the engine" in told) is not supervised
+    assert ("no supervisor restarts it: restart the engine" in told) is not supervised
 
 
 def test_an_engine_whose_step_is_overdue_and_whose_core_moves_is_slow(bench: Bench) -> None:
