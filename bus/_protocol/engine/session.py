@@ -296,10 +296,7 @@ class EngineSession:
         return self._with_calls(self._update_admission(), now_ms)
 
     def on_core_quarantined(self, now_ms: float) -> list[c.SessionEffect]:
-        """Records that the engine stays paused, because a rank of its DP group lacks weights.
-
-        Requires :attr:`at_rest`.
-        """
+        """Records that the engine (:attr:`at_rest`) stays paused, since some rank lacks weights."""
         effects: list[c.SessionEffect] = []
         if part := self.update.part_in_place:  # the core could not undo it
             partial, asleep = {*self.update.partial, part}, not self.memory.awake

@@ -83,7 +83,7 @@ class GroupVersion:
         return self._of_model if self.is_committed else self.value
 
     def assign(self, arm: Arm, members: Iterable[Peer], session: TrainerSession) -> int:
-        """Assigns an update's version, above the versions of the group and of its engines.
+        """Assigns the version of an update: above the group's, and above its engines'.
 
         An update that is armed again after a refusal keeps its version, so that a late ARM can't
         arm an engine for another version.
@@ -114,7 +114,7 @@ class GroupVersion:
         return version
 
     def on_commit(self, version: int) -> None:
-        """Records a commit, and that the group serves its version."""
+        """Records that this version was committed."""
         is_adapter = self._assigned_adapter and version == self.assigned[1]
         self._of_model = self.of_model if is_adapter else version
         self.value = max(self.value, version) if self.is_committed else version

@@ -52,7 +52,7 @@ class FollowUps:
     """Finds the actions that a change of the group's state makes possible.
 
     Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come, the
-    end of an abandoned pause, and the admission of engines that joined late. Follow-ups depend on
+    end of an abandoned pause, and the admission of engines that joined late. They depend on
 
     - the states of pause, sleep and update: each transition counts in ``StateMachine.moves``;
     - queued commands, which also wait for chunks: while there are any, the search is made;
