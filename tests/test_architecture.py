@@ -40,7 +40,7 @@ LONG_CLASSES = {
     "EngineCore": 364,
     "EnginePause": 257,
     "EngineRegistry": 351,
-    "EngineSession": 411,
+    "EngineSession": 415,
     "EngineUpdate": 392,
     "Group": 313,
     "Sidecar": 421,
