@@ -322,7 +322,7 @@ class _Stream:
         if self._chat and (
             not self._has_parts or any(each.failed for each in self._messages.values())
         ):
-            messages = await self._chat.messages(done[0])
+            messages, _ = await self._chat.named_messages(done[0])
         for index, (choice, message) in enumerate(zip(choices, messages, strict=True)):
             text = (choice.text or "")[self._texts[index].sent :] if not self._by_engine else ""
             fields = self._messages[index].rest(message)

@@ -255,7 +255,7 @@ class StreamedMessage:
             return {}, None
         try:
             made, self._state, names = await self._chat.derender_part(
-                self._prompt, self._state, delta.token_ids, delta
+                self._prompt, self._state, delta
             )
         except (WavebusError, LookupError, TypeError, ValueError):
             self.failed = True  # vLLM may be too old: the message comes at the end

@@ -187,29 +187,17 @@ class Router:
             if 0 < load.queued <= queued:
                 load.halve_window(_AFTER_QUEUE)
 
-    def pick(
-        self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
-    ) -> EngineLoad | None:
-        """Chooses a request's engine, and counts its sequences there until :meth:`release`.
+    def least_loaded(self, now_s: float, avoid: Collection[str] = ()) -> EngineLoad | None:
+        """Returns the least loaded engine for a request that needs no slot.
 
         Args:
-            session: the request's session, or None.
-            sequences: how many sequences the request has.
-            now_s: the time, in seconds.
-            avoid: engines that failed the request before, used only if there are no others.
+            avoid: engines that failed the request, used only if there are no others.
 
         Returns:
-            The engine; None if the request must wait.
+            The engine; None if all engines are full or have rejected requests just now.
         """
-        able = self.able(avoid)
-        if session is not None:
-            name = self.place(session, avoid)
-            able = {name: able[name]} if name is not None else {}
-        for load in sorted(able.values(), key=lambda e: (e.fill, e.route.engine)):
-            if load.has_room(sequences, now_s):
-                load.take(sequences)
-                return load
-        return None
+        free = [load for load in self.able(avoid).values() if load.has_room(0, now_s)]
+        return min(free, key=lambda load: (load.fill, load.route.engine), default=None)
 
     def able(self, avoid: Collection[str] = ()) -> dict[str, EngineLoad]:
         """Returns the engines that sample, without those to avoid unless there are no others."""
@@ -280,10 +268,6 @@ class Router:
         engine = self._sessions.pop(session, None)
         if engine is not None:
             self._count[engine] -= 1
-
-    def engine_of(self, session: str) -> str | None:
-        """Returns the name of a session's engine, or None."""
-        return self._sessions.get(session)
 
     def place(self, session: str, avoid: Collection[str] = ()) -> str | None:
         """Returns the name of a session's engine, which is chosen now if it has none.

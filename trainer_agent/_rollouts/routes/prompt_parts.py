@@ -152,11 +152,11 @@ class PromptParts:
         return str(found["prompt"])
 
     async def _score(self, asked: FrontRequest, prompt: Sequence[int], count: int) -> msgspec.Raw:
-        _check(prompt, {})
+        make_request(prompt, {}, decodes=True)  # checks before an engine is asked
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
         body = {"token_ids": prompt, "sampling_params": sampling, "stream": False, **asked.extra}
         place = asked.session_id, asked.client_id
-        found = await self._client.ask_placed(_GENERATE, body, place, _Scored)
+        found = await self._client.ask(_GENERATE, body, None, place, _Scored)
         if found is None or found.prompt_logprobs == _NULL:
             raise UsageError("prompt_logprobs: the engines give none")
         raw: msgspec.Raw = found.prompt_logprobs
@@ -169,17 +169,10 @@ def prompt_alone(asked: FrontRequest, prompt: Sequence[int]) -> Completion:
     Raises:
         UsageError: the request is wrong.
     """
-    tokens = _check(prompt, asked.params)
+    tokens = make_request(prompt, asked.params, decodes=True).prompt
     logprobs = None if asked.params.get("logprobs") is None else ()
     choices = (
         Choice(index, (), logprobs, "", "length", None, (), (), ())
         for index in range(asked.params.get("n", 1))
     )
     return Completion("", tokens, tuple(choices))
-
-
-def _check(prompt: Sequence[int], params: dict[str, Any]) -> tuple[int, ...]:
-    request = make_request(
-        prompt, params, session_id=None, on_inexact="restart", decodes=True, extra={}
-    )
-    return request.prompt
