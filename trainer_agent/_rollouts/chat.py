@@ -205,16 +205,15 @@ class ChatClient:
         """Makes one turn of a conversation; ``fields`` are other fields of vLLM's chat request."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields}, self.most_tokens)
 
-    async def ask(
-        self,
-        path: str,
-        body: Any = None,
-        avoid: set[str] | None = None,
-        place: tuple[str | None, str] | None = None,
-        kind: Any = Any,
-    ) -> Any:
+    async def ask(self, path: str, body: Any = None, avoid: set[str] | None = None) -> Any:
         """Requests JSON from a routable engine; arguments and errors as :func:`ask_any`."""
-        return await ask_any(self._pool, self._session(), path, body, avoid, place, kind)
+        return await ask_any(self._pool, self._session(), path, body, avoid)
+
+    async def ask_placed(
+        self, path: str, body: Any, place: tuple[str | None, str], kind: Any
+    ) -> Any:
+        """Requests JSON as :func:`ask_any`, when it is the turn of ``place``."""
+        return await ask_any(self._pool, self._session(), path, body, None, place, kind)
 
     def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
         """Ends requests of this client; their choices keep their tokens, and end with ``abort``.

@@ -152,7 +152,7 @@ class PromptParts:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
         body = {"token_ids": prompt, "sampling_params": sampling, "stream": False, **asked.extra}
         place = asked.session_id, asked.client_id
-        found = await self._client.ask(_GENERATE, body, None, place, _Scored)
+        found = await self._client.ask_placed(_GENERATE, body, place, _Scored)
         if found is None or found.prompt_logprobs == _NULL:
             raise UsageError("prompt_logprobs: these engines do not support it; vLLM does")
         raw: msgspec.Raw = found.prompt_logprobs
