@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from bus._keys import FileRole
 
 
-_HELP: Final = """Make a pair of CURVE keys: NAME.secret for the peer itself, and NAME.pub.
+_HELP: Final = """Make a pair of CURVE keys: NAME.secret and NAME.pub.
+
+The secret key stays with its owner; the public key goes to the other side.
 
 \b
 wavebus keygen broker --role broker -o keys    # then: wavebus broker --curve-keys keys

@@ -50,7 +50,7 @@ def why(
     keys: Keys,
     as_json: bool,
 ) -> None:
-    """Say why a group makes no progress: which engine has not acknowledged which step.
+    """Say why a group makes no progress, and which engine blocks it.
 
     An engine is blocked (alive, but its own call has not returned), silent (no heartbeat for two
     intervals), wedged (a rank of its data-parallel group hangs in a collective) or dead (a rank of

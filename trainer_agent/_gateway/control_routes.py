@@ -230,7 +230,7 @@ class ControlRoutes:
         body = await _body(http)
         action = body.get("action")
         if action == "reset":
-            raise NotOffered(f"{http.path}: action reset, which sets weights to 0, is not offered")
+            raise NotOffered(f"{http.path}: reset, which sets weights to zero, is not offered")
         if action not in ("checksum", "compare"):
             raise UsageError(f"action={action!r}: must be checksum or compare")
         baseline = _part(body, "baseline") if action == "compare" else {}

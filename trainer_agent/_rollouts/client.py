@@ -169,8 +169,7 @@ class RolloutClient(ChatClient):
             prompt_token_ids: the prompt.
             sampling_params: see :class:`~trainer_agent._rollouts.request.SamplingParameters`.
             session_id: requests of one session go to the same engine, whose cache has their prefix.
-            client_id: the client on whose behalf you ask. While requests wait for engines, clients
-                take turns.
+            client_id: the client on whose behalf you ask; waiting clients take turns.
             request_id: your own id of the request, for :meth:`abort_requests`.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
@@ -214,7 +213,7 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact = "continue",
         **extra: Any,
     ) -> AsyncGenerator[TokenDelta]:
-        """Yields new tokens as they arrive; arguments and errors are those of :meth:`generate`.
+        """Generates as :meth:`generate` does, and yields new tokens as they arrive.
 
         Yielded tokens can't be taken back, so ``on_inexact="restart"`` only restarts a choice
         without tokens, and raises otherwise.

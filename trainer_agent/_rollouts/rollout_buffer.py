@@ -224,7 +224,7 @@ class RolloutBuffer(Generic[T]):
                 self._remove(rollout)
 
     async def take(self, count: int | None = None, *, in_order: bool = False) -> RolloutBatch[T]:
-        """Takes finished samples, in the order in which their rollouts started; waits if necessary.
+        """Waits for finished samples, and returns the samples whose rollouts started first.
 
         Args:
             count: how many samples to take. Default: ``samples_per_step``.
