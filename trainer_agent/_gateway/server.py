@@ -53,27 +53,15 @@ async def serve(
         UsageError: the gateway can't listen at this address.
         BusTimeout: no broker answers.
     """
+    peer: dict[str, Any] = {"group": group, "key": keys.key, "broker_key": keys.broker_key}
+    peer["insecure"] = keys.insecure
 
     async def make_agent() -> GatewayAgent:
-        return (await asyncio.to_thread(_load_agent))(
-            broker,
-            group=group,
-            key=keys.key,
-            broker_key=keys.broker_key,
-            insecure=keys.insecure,
-        )
+        return (await asyncio.to_thread(_load_agent))(broker, **peer)
 
     async with contextlib.AsyncExitStack() as stack:
         rollouts = await stack.enter_async_context(
-            client.RolloutClient(
-                broker,
-                group=group,
-                tokenizer=tokenizer,
-                api_key=engine_api_key,
-                key=keys.key,
-                broker_key=keys.broker_key,
-                insecure=keys.insecure,
-            )
+            client.RolloutClient(broker, tokenizer=tokenizer, api_key=engine_api_key, **peer)
         )
         routes = []
         if silence_s is not None:

@@ -77,7 +77,7 @@ class ChoiceState:
         self.length = len(request.prompt) + (self._budget or 0)
         self._brief = 0  # attempts in a row that were brief
         self._logprobs: list[float] = []
-        self._tops: list[dict[int, float]] | None = [] if request.params.logprobs else None
+        self._tops: list[dict[int, float]] = []
         self._spans: list[Span] = []
         self._attempts: list[Attempt] = []
         self._inexact: list[str] = []
@@ -140,7 +140,7 @@ class ChoiceState:
             logprobs = [each.logprob for each in content]
             if len(logprobs) != len(fresh):
                 raise Cut("broken", f"{len(logprobs)} log-probabilities for {len(fresh)} tokens")
-            if self._tops is not None:
+            if self._request.params.logprobs:
                 tops = [each.likeliest() for each in content]
                 self._tops += tops
         if piece.weight_versions:
@@ -213,8 +213,7 @@ class ChoiceState:
         self.restarts += 1
         self.token_ids.clear()
         self._logprobs.clear()
-        if self._tops is not None:
-            self._tops.clear()
+        self._tops.clear()
         self._spans.clear()
         self._begun = 0
         if self._tokenizer is not None and self._stop_search is not None:
@@ -239,7 +238,7 @@ class ChoiceState:
             tuple(self._spans),
             tuple(self._attempts),
             tuple(self._inexact),
-            tuple(self._tops) if self._tops is not None else None,
+            tuple(self._tops) if self._request.params.logprobs else None,
         )
 
     def _end_of_text(self) -> int | None:
@@ -254,8 +253,7 @@ class ChoiceState:
         if kept:
             del self.token_ids[kept:]
             del self._logprobs[kept:]
-            if self._tops is not None:
-                del self._tops[kept:]
+            del self._tops[kept:]
             return fresh[: kept - first]
         return fresh
 
