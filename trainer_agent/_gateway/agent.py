@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GatewayAgent(TrainerAgent):
-    """A trainer agent whose pauses and updates begin and end in separate calls, as vLLM's routes.
+    """A trainer agent whose pauses and updates begin and end in separate calls.
 
     ``native`` calls serve clients that send the tensors themselves, over vLLM's own backends.
     """
@@ -30,7 +30,7 @@ class GatewayAgent(TrainerAgent):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the group is in this agent's pause. The bus ends the pause of a lost agent."""
+        """Whether this agent's pause holds. The bus ends the pause of a lost agent."""
         return self._hold is not None and self._steps.holds_pause
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:

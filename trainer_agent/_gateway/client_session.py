@@ -24,7 +24,7 @@ _SILENT: Final = "the client made no call for too long"
 
 
 class ClientSession:
-    """The gateway's membership of the bus, as the trainer of its group; the first call joins.
+    """The gateway's membership of the bus, as a trainer. The first call joins.
 
     Args:
         silence_s: after how many seconds without a call a pause or an update ends.
@@ -71,7 +71,7 @@ class ClientSession:
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[GatewayAgent]:
-        """Runs a block with the agent, one block at a time; the first block joins the bus.
+        """Runs a block with the agent, one block at a time. The first block joins the bus.
 
         Raises:
             BusTimeout: no broker answers.

@@ -50,7 +50,7 @@ _FALSE: Final = ("false", "0", "no", "off")
 
 
 class NotOffered(WavebusError):
-    """Raised for a route of vLLM that a group lacks; the text says what to use instead."""
+    """Raised for a route that a group lacks. The text says what to use instead."""
 
 
 _STATUSES: Final = (

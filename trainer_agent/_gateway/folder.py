@@ -137,7 +137,7 @@ class FolderSource:
         return [meta for each in self._files for meta in each.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of all files; the last tensor only if no file has changed meanwhile.
+        """Yields the tensors of all files; the last tensor only if no file has changed.
 
         Raises:
             Conflict: a file has changed since the source was made. All files are checked at the

@@ -26,7 +26,7 @@ _LEFT: Final = (
 
 
 class Conflict(WavebusError):
-    """Raised for a call that conflicts with an update under way, or with a failed one."""
+    """Raised for a call that conflicts with an update under way or a failed update."""
 
 
 class Missing(UsageError):

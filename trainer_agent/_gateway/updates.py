@@ -282,7 +282,7 @@ class ClientUpdates:
         return None if update is None or update.stage is HttpStage.FAILED else update
 
     def _require_own(self, caller: Caller) -> HttpUpdate | None:
-        """Returns the update under way, if there is one, for a caller that may replace it.
+        """Returns the update under way, if any, for a caller that may replace it.
 
         Raises:
             Conflict: the update is of another connected client, or a call is being carried out.
@@ -301,7 +301,7 @@ class ClientUpdates:
             raise Conflict(f"{update} is under way")
 
     def require_no_start(self, caller: Caller) -> None:
-        """Checks that no update is under way, for a call that is a whole update by itself.
+        """Checks that no update is under way, before a call that is a whole update.
 
         Raises:
             Conflict: an update is under way. If this caller has only started it, that update

@@ -300,7 +300,7 @@ async def _posted(
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """Returns the pieces in ``chunk``, and True at the stream's end, or the error that ends it."""
+    """Returns the pieces in ``chunk``, and True at the stream's end, or its error."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):
@@ -324,7 +324,7 @@ def encode(body: Any) -> bytes:
 
 
 async def read_bounded(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the body of an engine's answer, or the first 64 KiB of an error's body.
+    """Returns the body of an engine's answer; of an error, the first 64 KiB.
 
     Raises:
         Cut: the body is longer than 64 MiB.
@@ -367,7 +367,7 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
 
 
 def _failed(error: Any) -> Exception:
-    """Returns the error for an error event, with which vLLM may refuse a request in a stream."""
+    """Returns the error for an error event in a stream; vLLM also refuses requests so."""
     if is_rejected({"error": error}):
         return Cut("rejected", "the engine accepts no requests")
     if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:

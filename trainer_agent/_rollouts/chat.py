@@ -212,7 +212,7 @@ class ChatClient:
     async def ask_placed(
         self, path: str, body: Any, place: tuple[str | None, str], kind: Any
     ) -> Any:
-        """Requests JSON as :func:`ask_any`, when it is the turn of ``place``."""
+        """Requests JSON as :func:`ask_any`, after waiting for a turn and a slot."""
         return await ask_any(self._pool, self._session(), path, body, None, place, kind)
 
     def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
@@ -394,7 +394,7 @@ class Chat:
         return found
 
     def _text_tokens(self, part: Choice | TokenDelta) -> Sequence[int]:
-        """Returns the tokens of a choice, or of its end, without the token that ended it."""
+        """Returns the tokens of a choice, without the token that ended the choice."""
         by_string = isinstance(getattr(part, "stop_reason", None), str)
         is_kept = self._keeps_stop or by_string or part.finish_reason != "stop"
         return part.token_ids if is_kept else part.token_ids[:-1]

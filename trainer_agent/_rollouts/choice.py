@@ -242,12 +242,12 @@ class ChoiceState:
         )
 
     def _end_of_text(self) -> int | None:
-        """Returns the end of the text's tokens, which leave out the token that ended the answer."""
+        """Returns where the text's tokens end: before a token that ended the answer."""
         kept = isinstance(self._stop, str) or self._request.params.include_stop_str_in_output
         return -1 if self._finish == "stop" and not kept else None
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """Returns the new tokens up to the end of a stop string; drops the tokens after it."""
+        """Returns the new tokens up to the end of a stop string; drops later tokens."""
         first = len(self.token_ids) - len(fresh)
         kept = self._add_to_search(fresh, first)
         if kept:
@@ -258,7 +258,7 @@ class ChoiceState:
         return fresh
 
     def _add_to_search(self, tokens: list[int], first: int) -> int:
-        """Adds tokens to the search; after a match, finds the token that completed it by halving.
+        """Adds tokens to the search; bisects for the token that completes a match.
 
         Args:
             first: how many tokens the answer has before ``tokens``.
@@ -309,7 +309,7 @@ class GrowingText:
         return text[len(before) :]
 
     def _complete(self, text: str) -> tuple[str, int]:
-        """Returns the text up to a token that ends a character, and the number of tokens.
+        """Returns the text up to the last whole character, and its number of tokens.
 
         Args:
             text: the text of the window. The character at its end may be incomplete.

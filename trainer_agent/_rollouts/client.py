@@ -320,7 +320,7 @@ def _make_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 def _make_socket(address: AddrInfoType) -> socket.socket:
-    """Makes a socket with a small receive buffer, so that unread tokens stay in the engine."""
+    """Makes a socket with a small receive buffer: unread tokens wait in the engine."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_IN_KERNEL_BYTES)
     return made

@@ -92,7 +92,7 @@ class AttemptWatch:
 
 
 class EngineQueue:
-    """Assigns engines to requests: a request waits for its turn, and for room on an engine.
+    """Assigns engines to requests, which wait for their turn and for room.
 
     Between two events, no engine has room for the request whose turn it is there. So an event
     concerns only the engines that may have become free, and wakes only requests that can run.
@@ -200,7 +200,7 @@ class EngineQueue:
                 return
 
     def _serve(self, load: EngineLoad, now_s: float) -> bool:
-        """Assigns an engine to the request whose turn it is, if the engine has room for it."""
+        """Assigns an engine to the request whose turn it is, if there is room."""
         name = load.route.engine
         for waiting in (self._for_prefill, self._waiting):
             waiter = waiting.first(name)

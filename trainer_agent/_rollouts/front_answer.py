@@ -110,7 +110,7 @@ class AnswerWriter:
         message: Mapping[str, Any],
         names: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Returns a choice, or a part of a choice, in the form that all routes share.
+        """Returns a choice, or a part of a choice, in the common form.
 
         Args:
             names: the engine's names of the tokens, with their log-probabilities; None: unknown.
@@ -169,7 +169,7 @@ class AnswerWriter:
 
 
 def _rank(logprob: float, top: Mapping[int, float]) -> int | None:
-    """Returns a token's rank in the vocabulary, from 1; None if it can't be derived from ``top``.
+    """Returns a token's rank in the vocabulary, from 1; None: ``top`` does not show the rank.
 
     Engines add the sampled token to the likeliest tokens, whatever its rank. So the last token of
     the list may have any rank.
@@ -271,7 +271,7 @@ class StreamedMessage:
         return found
 
     def event(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a part of the message in the form of an event; the first part has the role."""
+        """Returns a part of the message as an event; the first event has the role."""
         shown = {name: value for name, value in fields.items() if name != "role"} | self._role
         self._role = {}
         calls = enumerate(fields.get("tool_calls") or ())
@@ -299,7 +299,7 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
 
 
 def ending(choice: Choice, message: Mapping[str, Any], *, is_named: bool = False) -> dict[str, Any]:
-    """Returns the last fields of a choice: why it ended, and the versions of its tokens.
+    """Returns the last fields of a choice, such as its end and its versions.
 
     Args:
         is_named: whether the request names the tool to call. Then the finish reason stays

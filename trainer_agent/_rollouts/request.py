@@ -326,7 +326,7 @@ def plain_params(params: Any) -> Mapping[str, Any]:
 
 
 def _plain_tokens(tokens: Any) -> list[Any]:
-    """Returns token ids as a list, also those of a tensor or array of one dimension."""
+    """Returns token ids as a list, also from a one-dimensional tensor or array."""
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     return [each.item() if hasattr(each, "item") else each for each in tokens]

@@ -214,7 +214,7 @@ class Router:
         return frozenset(name for name, e in self.engines.items() if e.is_too_short(length))
 
     def avoiding(self, avoid: frozenset[str], length: int) -> frozenset[str]:
-        """Returns the engines to avoid: those that failed a request, and those that are too short.
+        """Returns the engines to avoid: failed engines, and engines that take too few tokens.
 
         Args:
             avoid: engines that failed the request; left out of the result if no others remain.
@@ -371,7 +371,7 @@ class WaitingRequests:
         return is_first
 
     def first(self, engine: str) -> Waiter | None:
-        """Returns the request whose turn it is at an engine, even if the engine has no room."""
+        """Returns the request whose turn it is at an engine, even without room."""
         own = self._queues.get((engine, frozenset()))
         queues = [own] if own is not None else []
         queues += [queue for queue in self._shared.values() if engine in queue.engines]
@@ -379,7 +379,7 @@ class WaitingRequests:
         return min(heads, key=lambda head: head[0])[1] if heads else None
 
     def remove(self, waiter: Waiter) -> None:
-        """Removes a request, if it still waits; if it got an engine, its client's turn is over."""
+        """Removes a request, if it still waits. If it got an engine, its client's turn ends."""
         queue = waiter.queue
         if queue is None:
             return
