@@ -249,9 +249,10 @@ class ClientUpdates:
     async def _commit(self, update: HttpUpdate, label: str) -> None:
         async with self._session.call() as agent:
             try:
-                if len(update.calls) < len(update.planned):
+                came, planned = len(update.calls), len(update.planned)
+                if came < planned:
                     await agent.undo_native()
-                    raise Conflict(f"only {len(update.calls)} of {len(update.planned)} calls came")
+                    raise Conflict(f"only {came} of {planned} calls of update_weights have come")
                 version = await agent.commit_native(label)
             except BaseException as error:
                 update.fail(str(error))
