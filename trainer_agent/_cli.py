@@ -43,19 +43,19 @@ class GatewayPlan(GroupPlan):
     read_only: bool = option(False, "Serve generation alone: no pauses, no updates.", is_flag=True)
     silence_s: float = option(
         300.0,
-        "After so many seconds without a call, a pause ends, and an update is undone.",
+        "End a pause, and undo an update, after this many seconds without a call.",
         type=FiniteRange(min=1.0),
     )
     client_requests: int = option(
         4096,
-        "How many requests for tokens one client, by its address, may have at once; more get "
+        "How many requests for tokens one client address may have at once; further requests get "
         "status 429. 0: any number.",
         type=click.IntRange(min=0),
     )
     tokenizer: str | None = option(
         None,
-        "Folder of a tokenizer, for prompts and answers as text, and stop strings; it needs "
-        "transformers. Chat needs it where engines have no render route.",
+        "Folder of a Hugging Face tokenizer (transformers must be installed), for stop strings, "
+        "for prompts and answers as text, and for chat if engines have no render route.",
         type=click.Path(exists=True, file_okay=False),
     )
     api_key: str = option(
@@ -65,14 +65,14 @@ class GatewayPlan(GroupPlan):
     )
     control_key: str = option(
         "",
-        "The bearer token of routes that pause or update; it opens the others, too.  "
+        "The bearer token of routes that pause or update; accepted by all other routes, too.  "
         "[env: WAVEBUS_CONTROL_KEY]",
         envvar="WAVEBUS_CONTROL_KEY",
     )
     allow_pickled_handles: bool = option(
         False,
-        "Take CUDA IPC handles, which vLLM's clients pickle. They are read without running "
-        "anything; on loopback alone.",
+        "Accept the pickled CUDA IPC handles of vLLM's clients, on loopback only. The pickles are "
+        "read without running their code.",
         is_flag=True,
     )
     engine_api_key: str | None = option(
@@ -90,17 +90,18 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
     """Serve a group's engines at one address, with the routes of one vLLM.
 
     Requests survive updates, pauses and dead engines: a request continues on another engine with
-    the tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
+    its tokens so far. Routes: /inference/v1/generate as in vLLM, /v1/completions,
     /v1/chat/completions, /v1/models and /health. Requests of one session (header X-Session-ID, or
-    field session_id) go to one engine. Users (field user, or else connections) take turns while
-    requests wait.
+    field session_id) go to one engine. While requests wait, clients take turns; a client is a user
+    (field user), or else a connection.
 
-    Trainers that update one vLLM over HTTP update the group: /pause, /resume, /sleep, /wake_up,
-    /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update and
-    those around them. The first such call makes the gateway the group's trainer.
+    A trainer that updates one vLLM over HTTP can update the group with the same calls: /pause,
+    /resume, /sleep, /wake_up, /init_weight_transfer_engine, /start_weight_update, /update_weights,
+    /finish_weight_update, and related routes. The first such call makes the gateway the group's
+    trainer.
 
-    Prints its URL once it listens. Beyond loopback it needs --api-key and --control-key, or
-    --insecure. A client without an option for a key sends it as http://x:KEY@HOST:PORT.
+    Prints its URL once it listens. Beyond loopback, --api-key and --control-key are needed, or
+    --insecure. A client without an option for a key can use the URL http://x:KEY@HOST:PORT.
     """
     listen = plan.listen
     try:

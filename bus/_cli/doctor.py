@@ -86,10 +86,10 @@ class Options:
     metavar="PATH",
     multiple=True,
     type=NamedPath(exists=True),
-    help="Check what wavebus supports with the vLLM there, and nothing else: an unpacked wheel, a "
-    "wheel, or a site-packages folder. Nothing of it is imported. Several make one table.",
+    help="Only check which features wavebus supports with the vLLM at this path: a wheel, an "
+    "unpacked wheel, or a site-packages folder. vLLM is not imported. May be given several times.",
 )
-@click.option("--markdown", is_flag=True, help="With --vllm: print the table for a document.")
+@click.option("--markdown", is_flag=True, help="With --vllm: print the table as Markdown.")
 @key_options
 @json_option
 def doctor(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def journal() -> None:
     """Read what a broker has recorded (`wavebus broker --journal DIR`).
 
-    The journal of a running broker can be read, too; its last 5 milliseconds are missing.
+    The journal of a running broker can be read, too, except for the last 5 milliseconds.
     """
 
 
@@ -75,17 +75,17 @@ class Filters:
     """Says which records are shown, and how. A filter that is None or empty lets all pass."""
 
     updates: tuple[str, ...] = option(
-        (), "Messages of this update or pause.", "--update", type=str, multiple=True
+        (), "Only messages of this update or pause.", "--update", type=str, multiple=True
     )
     engines: tuple[str, ...] = option(
-        (), "From or to this peer, by name.", "--engine", type=str, multiple=True
+        (), "Only messages from or to the peer of this name.", "--engine", type=str, multiple=True
     )
     groups: tuple[str, ...] = option(
-        (), "Messages of this group.", "--group", type=str, multiple=True
+        (), "Only messages of this group.", "--group", type=str, multiple=True
     )
     kinds: tuple[str, ...] = option(
         (),
-        "By wire name, such as COMMIT.",
+        "Only messages of this wire name, such as COMMIT.",
         "--message",
         type=str,
         multiple=True,
@@ -93,14 +93,18 @@ class Filters:
         callback=_kinds,
     )
     since: _Moment | None = option(
-        None, "Not before this time (see above).", type=str, metavar="TIME", callback=_moment
+        None,
+        "Only records from this time on (see above).",
+        type=str,
+        metavar="TIME",
+        callback=_moment,
     )
     until: _Moment | None = option(
-        None, "Not after this time.", type=str, metavar="TIME", callback=_moment
+        None, "Only records up to this time.", type=str, metavar="TIME", callback=_moment
     )
-    timers: bool = option(False, "Also each time that the broker's timer rang.")
+    timers: bool = option(False, "Also show when the broker's timer fired.")
     as_lines: bool = option(False, "One JSON object per line.", "--json")
-    full: bool = option(False, "With --json: long lists whole, such as a manifest's.")
+    full: bool = option(False, "With --json: print long lists in full, such as a manifest's.")
 
     def pass_(self, entry: Entry) -> bool:
         """Returns whether a record is shown: no filter excludes it."""
@@ -138,11 +142,11 @@ def _at(entry: Entry, moment: _Moment) -> float:
 def show(source: Path, filters: Filters) -> None:
     """Show the records of a journal: a file, or the folder of a broker's --journal.
 
-    A line has the record's number in this life of the broker, the time (UTC), the direction (<-
-    received, -> sent, .. the broker's timer, with --timers), the message and its peers. Options
-    given several times mean any of them; several options mean all of them.
+    A line has the record's number since the broker's start, the time (UTC), the direction (<-
+    received, -> sent, .. the broker's timer, with --timers), the message and its peers. A record
+    must pass every option; an option given several times passes any of its values.
 
-    Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).
+    Times are seconds since the broker's start (12.5), or UTC (2026-03-01T12:00:00).
     """
     if not _print(source, filters, None):
         echo(f"{source}: no record passes the filters", err=True)
@@ -153,9 +157,9 @@ def show(source: Path, filters: Filters) -> None:
 @journal_argument
 @options_of(Filters, "filters")
 def grep(pattern: str, source: Path, filters: Filters) -> None:
-    """Show the records whose line (as `show` prints it) has PATTERN, a regular expression.
+    """Show the records whose line matches PATTERN, a regular expression.
 
-    Exits with 1 if there is none. Times are as in `wavebus journal show`.
+    Lines and times are those of `wavebus journal show`. Exits with 1 if no line matches.
     """
     try:
         wanted = re.compile(pattern)

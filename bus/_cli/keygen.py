@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from bus._keys import FileRole
 
 
-_HELP: Final = """Make a pair of keys: NAME.secret, which stays where it is used, and NAME.pub.
+_HELP: Final = """Make a pair of CURVE keys: NAME.secret and NAME.pub.
+
+The secret key stays with its owner; the public key goes to the other side.
 
 \b
-wavebus keygen broker --role broker -o keys          # wavebus broker --curve-keys keys
-wavebus keygen engine-1 --role engine                # its engine-1.pub goes to
-                                                     # keys/authorized, then SIGHUP
+wavebus keygen broker --role broker -o keys    # then: wavebus broker --curve-keys keys
+wavebus keygen engine-1 --role engine          # then: copy engine-1.pub to keys/authorized,
+                                               # and send SIGHUP to a running broker
 
 Existing files are never overwritten.
 """

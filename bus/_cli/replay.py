@@ -33,13 +33,13 @@ def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None
     """Replay a journal in memory, and compare what the broker sends.
 
     FILE_OR_DIR is a journal's file, or the folder of a broker's --journal. A new broker gets the
-    recorded messages, record by record, at their times. What it sends must be what the journal
-    says was sent.
+    recorded messages one by one, at the recorded times. It must send the same messages as the
+    recorded broker did.
 
-    Exits with 1 at a difference, and says at which record, what was expected and what was found;
-    also if a record is damaged, or nothing could be replayed. A life of a broker can be replayed
-    only from its first file on, by the same version of wavebus. Lives whose first file was
-    deleted (--journal-bytes) are named.
+    Exits with 1 at the first difference, and prints the record, what was expected, and what was
+    found. Exits with 1 also if a record is damaged, or if nothing could be replayed. A life of a
+    broker (one run of its process) can be replayed only from its first file on, by the same version
+    of wavebus. Lives whose first file was deleted (--journal-bytes) are listed.
     """
     # Imported here, because the help text needs no state machine.
     from bus._journal.replay import Unplayable, replay_lives  # noqa: PLC0415

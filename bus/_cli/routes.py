@@ -70,7 +70,7 @@ class RoutesPlan(BrokerAddress):
 @key_options
 @json_option
 def routes(plan: RoutesPlan, timeout_s: float, keys: Keys, as_json: bool) -> None:
-    """Show which engines take requests: those that serve their group's version.
+    """Show the engines that take requests, with their group's version.
 
     With --router, keeps the router's list of workers equal to these engines. Workers that never
     belonged to the group stay in the list. When the command ends, the list stays as it is.

@@ -50,12 +50,12 @@ def why(
     keys: Keys,
     as_json: bool,
 ) -> None:
-    """Say why a group makes no progress: who has not acknowledged what.
+    """Say why a group makes no progress, and which engine blocks it.
 
     An engine is blocked (alive, but its own call has not returned), silent (no heartbeat for two
     intervals), wedged (a rank of its data-parallel group hangs in a collective) or dead (a rank of
-    its group is gone). Engines that are quarantined, stale or gone come last. With the name of an
-    update or a peer, shows only what concerns it.
+    its data-parallel group is gone). Engines that are quarantined, stale or gone come last. With
+    the name of an update or an engine, shows only what concerns this update or engine.
 
     Exits with 3 if no broker answers.
     """

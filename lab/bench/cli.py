@@ -41,8 +41,8 @@ def bench() -> None:
 def control(*, plan: ControlPlan, as_json: bool) -> None:
     """Measure a group's pause and resume over bus, HTTP and ZeroMQ.
 
-    The bus has CURVE keys, a journal and limits. HTTP endpoints run without and with request
-    logs. All ways alternate in one run: on a busy host only their ratios mean something.
+    The bus runs with CURVE keys, a journal and limits; HTTP endpoints run with and without request
+    logs. All of these alternate in one run. On a busy host only their ratios are meaningful.
     """
     require_modules(*_NEEDS)
     show("control", plan, as_json=as_json, loop=plan.loop)
@@ -54,7 +54,7 @@ def control(*, plan: ControlPlan, as_json: bool) -> None:
 def pause(*, plan: PausePlan, as_json: bool) -> None:
     """Measure what the bus adds to a DP group's pause and first request.
 
-    Two DP groups run side by side, one of them on the bus; they are measured alternately.
+    Two DP groups run side by side, one of them on the bus, and are measured in turn.
     """
     require_modules(*_NEEDS, *(("vllm",) if plan.engine == "vllm" else ()))
     show("pause", plan, as_json=as_json)
@@ -66,8 +66,8 @@ def pause(*, plan: PausePlan, as_json: bool) -> None:
 def rollout(*, plan: RolloutPlan, as_json: bool) -> None:
     """Measure what the rollout client and the gateway cost.
 
-    Compares them with aiohttp alone and with vllm-router. All use the same four embedded engines,
-    whose steps take 20 ms, and alternate in one run, of about three minutes.
+    Compares both with aiohttp alone and with vllm-router. All four alternate in one run of about
+    three minutes, and use the same four embedded engines, whose steps take 20 ms.
     """
     require_modules("torch", "aiohttp", *(("vllm",) if plan.vllm else ()))
     show("rollout", plan, as_json=as_json)
@@ -79,12 +79,12 @@ def rollout(*, plan: RolloutPlan, as_json: bool) -> None:
 def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
     """Measure an update's bandwidth, and its control plane.
 
-    embedded: one engine, one trainer and one broker, each in its own process. First a few large
-    tensors: updates alternate with plain copies of as many bytes. Then many small ones: how much of
-    an update is not spent on putting, receiving and loading them.
+    embedded: one engine, one trainer and one broker, each in its own process. The first model has
+    few large tensors: updates alternate with plain copies of as many bytes. The second model has
+    many small tensors: this shows the time that is not spent on sending, receiving and loading.
 
-    vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's own
-    flow and with a raw broadcast. Shows for how long requests get no tokens, and why.
+    vllm: updates over the bus, with vLLM's and with wavebus's worker engine, alternate with vLLM's
+    own flow and with a raw broadcast. Shows for how long requests get no tokens, and why.
     """
     embedded = "gateway" if plan.gateway else "transfer"
     show("vllm_transfer" if plan.engine == "vllm" else embedded, plan, as_json=as_json)
@@ -96,8 +96,8 @@ def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
 def gap(*, plan: GapPlan, as_json: bool) -> None:
     """Measure the time between tokens during a weight update.
 
-    Engines are updated in three ways while requests decode: without a bus, by the engine's own
-    flow; over the bus in a pause; and over the bus staged. They alternate in one run.
+    While requests decode, engines are updated in three ways, which alternate in one run: by the
+    engine's own flow without a bus, over the bus in a pause, and over the bus staged.
     """
     show("gap", plan, as_json=as_json)
 

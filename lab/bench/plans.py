@@ -32,11 +32,12 @@ class ControlPlan:
         "auto", "The event loop of all processes; auto is uvloop where it is installed."
     )
     plain: bool = option(
-        False, "Also a bus without CURVE keys and journal, in turn with the others."
+        False, "Also measure a bus without CURVE keys and journal, in turn with the others."
     )
-    scale: bool = option(False, "Also the bus's rounds with 8, 64, 256 and 1,024 engines.")
+    scale: bool = option(False, "Also measure the bus with 8, 64, 256 and 1,024 engines.")
     idle: bool = option(
-        False, "Also the broker's memory and heartbeat CPU with 1,024 idle engines (10 s)."
+        False,
+        "Also measure the memory and the heartbeat CPU of a broker with 1,024 idle engines (10 s).",
     )
 
 
@@ -44,7 +45,7 @@ class ControlPlan:
 class PausePlan:
     """Options of ``bench pause``."""
 
-    engine: EngineKind = option("embedded", "vllm: real servers; pauses are compared, too.")
+    engine: EngineKind = option("embedded", "vllm: real servers, whose pauses are compared, too.")
     dp_size: int = option(2, "Ranks of each DP group.", min=2, max=8)
     rounds: int = option(40, "Rounds of each kind.", min=1)
 
@@ -55,11 +56,9 @@ class RolloutPlan:
 
     rounds: int = option(3, "Rounds of each way.", min=1)
     kills: int = option(6, "Engines that get SIGKILL while the client streams from them.", min=0)
-    live: int = option(
-        1024, "Streams at once, for the memory of client and gateway.", min=1, max=4096
-    )
+    live: int = option(1024, "Streams at once when memory is measured.", min=1, max=4096)
     vllm: bool = option(
-        False, "Also prefix cache hits of sessions, on two real servers on the CPU."
+        False, "Also measure prefix cache hits of sessions, on two real vLLM servers on the CPU."
     )
 
 
@@ -71,18 +70,19 @@ class EnginesPlan:
     """
 
     engine: EngineKind = option(
-        "embedded", "What loads the weights; vllm: real servers, that decode meanwhile."
+        "embedded", "The engines that load the weights; vllm: real servers, which decode meanwhile."
     )
     backend: str = option(
-        "", "How tensors travel. Default: shm; with vllm alone nccl, or gloo on a CPU."
+        "",
+        "The transfer backend. Default: shm; for vllm without --dp-size, nccl, or gloo on a CPU.",
     )
     rounds: int = option(5, "Rounds of each way.", min=1)
     megabytes: int = option(64, "embedded: size of the model.", min=1)
-    requests: int = option(32, "Requests that decode while the weights come.", min=1, max=256)
+    requests: int = option(32, "Requests that decode during the update.", min=1, max=256)
     tokens: int = option(
-        300, "Of each request: enough for it to outlast the update.", min=100, max=900
+        300, "Tokens of each request, which must outlast the update.", min=100, max=900
     )
-    device: Device = option("cuda", "vllm: two GPUs, or one for each rank; or none.")
+    device: Device = option("cuda", "vllm: cuda needs two GPUs, or one for each rank.")
     model_size: Model | None = option(
         None,
         f"{_SHAPES}, or 7 billion or 21 million as a mixture of experts; bf16 on GPUs. "
@@ -91,19 +91,19 @@ class EnginesPlan:
     )
     native_engine: str | None = option(
         None,
-        "vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way. "
+        "vllm: the trainer and worker engine for vLLM's own flow: vLLM's, or a plugin's. "
         "Default: nccl; with --dp-size ipc.",
     )
     chunk_megabytes: int | None = option(
         None,
-        "At most so much is in a chunk. Default: 8; with vllm 2048, or 512 over shm.",
+        "The largest size of a chunk. Default: 8; with vllm 2048, or 512 over shm.",
         *("--chunk-megabytes", "--chunk-mb"),
         min=1,
     )
     packed: bool = option(
-        True, "vllm: chunks of wavebus's backend go through buffers.", "--packed/--unpacked"
+        True, "vllm: pack the chunks of wavebus's backend into buffers.", "--packed/--unpacked"
     )
-    logs: Path | None = option(None, "A folder that keeps what all processes log.", type=_FOLDER)
+    logs: Path | None = option(None, "A folder for the logs of all processes.", type=_FOLDER)
     clear_cache: bool = True
     dp_size: int = 1
     native_packed: bool | None = None
@@ -211,22 +211,22 @@ class EnginesPlan:
 class TransferBenchPlan(EnginesPlan):
     """Options of ``bench transfer``."""
 
-    megabytes: int = option(400, "embedded: size of the model of few large tensors.", min=1)
-    requests: int = option(32, "vllm: requests that decode while the weights come.", min=1, max=256)
-    tokens: int = option(200, "vllm: of each request.", min=100, max=900)
+    megabytes: int = option(400, "embedded: size of the model with few large tensors.", min=1)
+    requests: int = option(32, "vllm: requests that decode during the update.", min=1, max=256)
+    tokens: int = option(200, "vllm: tokens of each request.", min=100, max=900)
     model_size: Literal["8b", "tiny"] = option("8b", f"{_SHAPES}; bf16 on GPUs.")
     native_engine: str = option(
-        "nccl", "vllm: the trainer and worker engine of vLLM's, or of a plugin, to compare with."
+        "nccl", "vllm: the trainer and worker engine to compare with: vLLM's, or a plugin's."
     )
     chunk_megabytes: int = option(
-        2048, "vllm: at most so much is in a chunk of wavebus's backend.", min=1
+        2048, "vllm: the largest size of a chunk of wavebus's backend.", min=1
     )
     tensors: int = option(
-        40_000, "embedded: tensors of the model of many small ones.", min=20, max=100_000
+        40_000, "embedded: tensors of the model with many small ones.", min=20, max=100_000
     )
     gateway: bool = option(
         False,
-        "Measure instead what a staged update through `wavebus gateway` takes, compared with "
+        "Measure instead the duration of a staged update through `wavebus gateway`, compared with "
         "`agent.update_weights`.",
     )
 
@@ -237,28 +237,28 @@ class GapPlan(EnginesPlan):
 
     clear_cache: bool = option(
         False,
-        "Requests compute their keys and values anew after each update, in all ways.",
+        "After each update, drop the KV cache, so that requests compute it again.",
         "--clear-cache/--keep-cache",
     )
     dp_size: int = option(
         1,
-        "Ranks in lockstep, over which experts are spread; vllm: each on a GPU of its own.",
+        "Number of ranks in lockstep, which share the experts; vllm: each needs a GPU.",
         min=1,
         max=8,
     )
     native_packed: bool | None = option(
         None,
-        "vllm: what that engine sends goes through buffers. Default: as vLLM has it.",
+        "vllm: pack the tensors of --native-engine into buffers. Default: vLLM's.",
         "--native-packed/--native-unpacked",
     )
     cuda_graphs: bool = option(
         False,
-        "vllm, on GPUs: a step is one graph, or one kernel after the other.",
+        "vllm, on GPUs: run each step as CUDA graphs, or eagerly.",
         "--cuda-graphs/--eager",
     )
     picture: Path = option(
         Path("gap.png"),
-        "Where the picture goes: tokens over the time of an update.",
+        "File for the picture, which shows tokens over the time of an update.",
         type=NamedPath(dir_okay=False),
         callback=checked(check_parent),
     )

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def demo(*, plan: DemoPlan, as_json: bool) -> None:
     """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
 
-    Starts a broker and engines as separate processes, and trains in this one. The weights of
-    every optimizer step reach the engines over the bus, in the middle of their requests.
-    Prints a table and draws demo.png.
+    Starts a broker and engines as separate processes, and trains in this process. The weights of
+    every optimizer step reach the engines over the bus while these generate. Prints a table and
+    draws demo.png.
     """
     plan.check()
     configure_log("warning", "auto")

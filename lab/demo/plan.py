@@ -23,16 +23,16 @@ class DemoPlan:
     )
     dp_size: int = option(
         1,
-        "Ranks of each engine: a data parallel group, serving a mixture of experts.",
+        "Data-parallel ranks of each engine, which then serves a mixture of experts.",
         min=1,
         max=8,
     )
     dp_coordinator: Literal["vllm", "bus"] = option(
-        "vllm", "With --engine vllm: who wakes its ranks."
+        "vllm", "With --engine vllm: the coordinator that wakes idle ranks."
     )
     how: How = option(
         "auto",
-        "How updates are made. staged: while engines serve; auto: staged if possible, else paused.",
+        "staged: update while engines serve; paused: in a pause; auto: staged if possible.",
     )
     updates: int | None = option(None, "Stop after this many weight updates.", min=1)
     seconds: float | None = option(
@@ -40,11 +40,11 @@ class DemoPlan:
     )
     seed: int = option(0, "Seed of model, task and sampling.", min=0, max=2**31 - 1)
     withhold_weights: bool = option(
-        False, "Train, but send no weights: the engines must not get better."
+        False, "Train, but send no weights, to show that the engines then do not improve."
     )
     picture: Path = option(
         Path("demo.png"),
-        "Where to draw reward over steps.",
+        "File for the plot of reward over steps.",
         type=NamedPath(dir_okay=False),
         callback=checked(check_parent),
     )
@@ -56,18 +56,18 @@ class DemoPlan:
     sessions: int | None = option(
         None,
         "Run this many sampled sessions on 4 engines that are updated and killed; then compare "
-        "every answer with that of engines that were left alone.",
+        "every answer with that of undisturbed engines.",
         min=1,
         max=1024,
     )
     kill_every: float = option(
         10.0,
-        "With --sessions: seconds from one engine's SIGKILL to the next one's, at least.",
+        "With --sessions: the least number of seconds between two SIGKILLs of engines.",
         min=3,
     )
     journal: Path = option(
         Path("demo-journal"),
-        "With --chaos: where the broker leaves its journal; an older one there is deleted.",
+        "With --chaos: folder for the broker's journal; an older journal there is deleted.",
         type=NamedPath(file_okay=False),
     )
 

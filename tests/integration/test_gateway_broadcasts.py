@@ -183,7 +183,7 @@ def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
         for path in ("/finish_weight_update", "/finish_weight_update", "/update_weights"):
             status, text = await served.client.call(path, again)
             said = json.loads(text)["error"]["message"]
-            assert (status, said.endswith(f"is not served: {refused}")) == (409, True), text
+            assert (status, said.endswith(f"don't serve it: {refused}")) == (409, True), text
         await served.assert_serve(served.weights)
         assert (await served.client.call("/start_weight_update"))[0] == 200
         info = described(perturbed(served.weights, 3))
@@ -242,7 +242,7 @@ def test_a_client_that_is_silent_after_another_start_is_undone(
             await served.forgets()
             assert (await served.other.init())[0] == 200
             status, text = await served.client.call("/finish_weight_update")
-            assert (status, "silent" in text) == (409, True), text
+            assert (status, "made no call" in text) == (409, True), text
             served.client = served.other
             await served.update(5)
 

@@ -798,7 +798,7 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
             ends = [(each.engine, each.ended_by) for each in choice.attempts]
             assert ends[0] == ("a1", "unreachable")
             assert ends[1:-1] in ([], [("a0", "unreachable")])
-            assert client._pool.router.engine_of("s") == "e0"
+            assert client._pool.router.place("s") == "e0"
 
     run(main())
 

@@ -1,4 +1,4 @@
-"""Merges the checksums that a group's engines have of their weights."""
+"""Merges and compares the weight checksums of a group's engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Sums = dict[str, str]
 
 _ROUTE: Final = "/weight_checker"
-_ANSWER_S: Final = 120.0  # an engine reads all its weights
+_ANSWER_S: Final = 120.0  # long, because an engine reads all its weights
 _SHOWN: Final = 4
 
 
@@ -26,11 +26,11 @@ class _Answer(msgspec.Struct):
 
 
 class WeightChecksums:
-    """The checksums of one moment, by engine.
+    """The weight checksums of all engines, read at one time.
 
     Args:
-        by_engine: by the engine's name, the checksums by vLLM's names of tensors. These names have
-            the tensor's place in a parallel layout, so ranks of one engine have different ones.
+        by_engine: the checksums of each engine, by the tensor's name in vLLM. The name includes
+            the tensor's place in a parallel layout, so it is unique among the ranks of an engine.
     """
 
     def __init__(self, by_engine: Mapping[str, Sums]) -> None:
@@ -38,21 +38,21 @@ class WeightChecksums:
 
     @classmethod
     async def read(cls, rollouts: RolloutClient) -> WeightChecksums:
-        """Asks all engines that serve.
+        """Reads the checksums of all routable engines.
 
         Raises:
             EngineError: an engine did not answer.
-            NoEngine: there is none.
+            NoEngine: no engine is available.
         """
-        await rollouts.most_tokens()  # which waits until engines are known
+        await rollouts.most_tokens()  # waits until an engine is routable
         names = frozenset(rollouts.engines)
         answers = await rollouts.ask_each(_ROUTE, {"action": "checksum"}, timeout_s=_ANSWER_S)
         if missing := sorted(names - answers.keys()):
-            raise EngineError(f"no checksums of {_listed(missing)}: only vLLM has {_ROUTE}")
+            raise EngineError(f"{_listed(missing)} did not answer {_ROUTE}, which only vLLM has")
         try:
             found = {n: msgspec.json.decode(raw, type=_Answer) for n, raw in answers.items()}
         except msgspec.DecodeError as error:
-            raise EngineError(f"{_ROUTE} of an engine: {error}") from error
+            raise EngineError(f"an engine's answer to {_ROUTE} is malformed: {error}") from error
         return cls({name: answer.checksums for name, answer in found.items()})
 
     def merged(self) -> Sums:
@@ -80,7 +80,10 @@ class WeightChecksums:
         return whole
 
     def mismatches(self, baseline: Mapping[str, Any]) -> list[str]:
-        """Returns the tensors that differ from ``baseline`` in any engine, or that only one has."""
+        """Returns the names of tensors that differ from ``baseline`` in any engine.
+
+        Tensors that only the baseline or only an engine has differ, too.
+        """
         names = {name for sums in self._by_engine.values() for name in sums}
         wrong = {
             name

@@ -1,7 +1,7 @@
-"""Lets HTTP clients have the trainer's place on the bus, one call at a time.
+"""Makes the gateway the trainer of its group, on behalf of HTTP clients, one call at a time.
 
 Clients of vLLM's routes send no heartbeat. So a pause or an update ends if no call comes for
-``silence_s``, or for ``lease_s`` after a client has disconnected within a call.
+``silence_s``, or for ``lease_s`` after a client has disconnected during a call.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ if TYPE_CHECKING:
     from trainer_agent._gateway.agent import GatewayAgent
 
 _TICK_S: Final = 1.0
-_SILENT: Final = "its client was silent for too long"
+_SILENT: Final = "the client made no call for too long"
 
 
 class ClientSession:
-    """The gateway's membership of the bus, as the trainer of its group.
-
-    It joins with the first call that needs that.
+    """The gateway's membership of the bus, as a trainer. The first call joins.
 
     Args:
         silence_s: after how many seconds without a call a pause or an update ends.
-        lease_s: the same after a client has disconnected within a call.
+        lease_s: the same after a client has disconnected during a call.
 
     Attributes:
         agent: the agent; None before the first call.
         on_undone: called with the reason when an update is undone.
-        is_begun: returns whether a client has begun an update that has not begun on the bus.
+        is_begun: returns whether a client has started an update that the bus does not have yet.
     """
 
     def __init__(
@@ -54,16 +52,16 @@ class ClientSession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is at work."""
+        """Whether a call is being carried out."""
         return self._lock.locked()
 
     @property
     def is_loading(self) -> bool:
-        """Whether an update has begun on the bus, and has neither ended nor failed."""
+        """Whether an update is under way on the bus."""
         return self.agent is not None and self.agent.has_update
 
     async def close(self) -> None:
-        """Leaves the bus, which undoes what is under way."""
+        """Leaves the bus, which undoes an update under way and ends a pause."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
@@ -73,7 +71,7 @@ class ClientSession:
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[GatewayAgent]:
-        """Runs a block with the agent, alone; joins the bus for the first one.
+        """Runs a block with the agent, one block at a time. The first block joins the bus.
 
         Raises:
             BusTimeout: no broker answers.
@@ -87,14 +85,14 @@ class ClientSession:
             left_s = self._silence_s
             try:
                 yield self.agent
-            except asyncio.CancelledError:  # its client is gone
+            except asyncio.CancelledError:  # the client has disconnected
                 left_s = self._lease_s
                 raise
             finally:
                 self._deadline_s = time.monotonic() + left_s
 
     async def release(self, agent: GatewayAgent, reason: str) -> None:
-        """Undoes an update that has begun, and ends the pause. The caller is within a call."""
+        """Undoes the update under way, and ends the pause. Call within :meth:`call`."""
         if self.is_loading:
             self.on_undone(reason)
             await agent.undo_native()
@@ -113,5 +111,5 @@ class ClientSession:
                     if self.is_begun():
                         self.on_undone(_SILENT)
                     await self.release(agent, _SILENT)
-            except WavebusError as error:  # the broker goes on by itself
+            except WavebusError as error:  # the broker ends the pause by its lease
                 self._log.warning("release_failed", error=str(error))

@@ -1,14 +1,15 @@
 """vLLM's routes for RL training, served for a group. docs/gateway.md lists them.
 
-An error is answered once: 400 if the call is wrong, 404 if it names an adapter that is not there,
-409 if it doesn't fit what is under way or what has failed, 504 if the bus or an engine didn't
-answer in time. Never 500, 502 or 503: some clients repeat a call after these, and then hide its
-text.
+Errors: 400 for a wrong call, 404 for an adapter that does not exist, 409 for a call that conflicts
+with an update under way or a failed one, 501 for a route that a group lacks, 504 if the bus or an
+engine did not answer in time. Never 500, 502 or 503: some clients repeat a call after these, and
+then hide the error's text.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from trainer_agent._rollouts.routes.models import merged
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from bus.messages import Target
     from trainer_agent._gateway.group import ClientGroup
     from trainer_agent._gateway.updates import ClientUpdates
     from trainer_agent._rollouts.client import RolloutClient
@@ -32,37 +34,40 @@ if TYPE_CHECKING:
     Answer = dict[str, Any] | str
     Call = Callable[[web.Request], Awaitable[Answer]]
 
+# vLLM's routes that a group lacks, and what clients use instead.
+_NOT_OFFERED: Final = {
+    "/release_kv_cache_memory": "a group can't free the KV cache alone; use /sleep?level=1",
+    "/fetch_weights": "only SkyRL's weight_sync_backend=delta calls this route, which a group "
+    "lacks; set generator.inference_engine.weight_sync_backend=nccl",
+}
+_IN_MEMORY: Final = (
+    "the gateway loads no adapters from engines' memory: set "
+    "trainer.policy.model.lora.sync_mode=disk, and a lora_sync_path that the gateway's host sees"
+)
+_MOST_CHARS: Final = 4096  # the longest path of Linux
+_TRUE: Final = ("true", "1", "yes", "on")
+_FALSE: Final = ("false", "0", "no", "off")
+
+
+class NotOffered(WavebusError):
+    """Raised for a route that a group lacks. The text says what to use instead."""
+
+
 _STATUSES: Final = (
+    (NotOffered, 501),
     (Conflict, 409),
     (Missing, 404),
     ((UsageError, ManifestRefused), 400),
     ((BusTimeout, BusClosed), 504),
     (WavebusError, 409),
 )
-# vLLM's routes that a group doesn't have, and what its clients use instead.
-_NOT_OFFERED: Final = {
-    "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
-    "/fetch_weights": "SkyRL calls it with weight_sync_backend=delta; set "
-    "generator.inference_engine.weight_sync_backend=nccl",
-}
-_IN_MEMORY: Final = (
-    "an adapter in engines' memory is not taken: set trainer.policy.model.lora.sync_mode=disk, "
-    "with a lora_sync_path that the gateway's host sees"
-)
-_MOST_CHARS: Final = 4096  # as a path may have
-_TRUE: Final = ("true", "1", "yes", "on")
-_FALSE: Final = ("false", "0", "no", "off")
-
-
-class NotOffered(WavebusError):
-    """A route of vLLM that a group doesn't have; the text says what to use."""
 
 
 class ControlRoutes:
-    """The handlers.
+    """The handlers of the routes for training.
 
     Args:
-        group: carries out all else.
+        group: pauses the group, and sends what is in files.
         updates: carries out updates whose tensors the client sends.
         rollouts: has the gateway's requests, and asks engines.
     """
@@ -73,7 +78,6 @@ class ControlRoutes:
         self._rollouts = rollouts
 
     def routes(self) -> list[web.RouteDef]:
-        """Returns the routes."""
         posts: dict[str, Call] = {
             "/pause": self._pause,
             "/resume": self._resume,
@@ -84,8 +88,10 @@ class ControlRoutes:
             "/reset_encoder_cache": self._reset_caches,
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
-            "/start_weight_update": self._start,
-            "/start_draft_weight_update": self._start_draft,
+            "/start_weight_update": partial(self._start, "model", "Weight update started"),
+            "/start_draft_weight_update": partial(
+                self._start, "draft", "Draft weight update started"
+            ),
             "/update_weights": self._update,
             "/finish_weight_update": self._finish,
             "/update_weight_version": self._name,
@@ -112,9 +118,8 @@ class ControlRoutes:
     # -- pauses -----------------------------------------------------------------------
 
     async def _pause(self, http: web.Request) -> Answer:
-        mode: Any = http.query.get("mode", "abort")
-        check_choice("mode", mode, PauseMode)
-        await self._group.pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
+        clear_cache = _flag(http, "clear_cache", default=True)
+        await self._group.pause(_mode(http), clear_cache=clear_cache)
         return {"status": "paused"}
 
     async def _resume(self, _: web.Request) -> Answer:
@@ -125,11 +130,9 @@ class ControlRoutes:
         return {"is_paused": self._group.is_paused}
 
     async def _sleep(self, http: web.Request) -> Answer:
-        mode: Any = http.query.get("mode", "abort")
-        check_choice("mode", mode, PauseMode)
-        text = http.query.get("level", "1")
+        mode, text = _mode(http), http.query.get("level", "1")
         if text not in ("0", "1", "2"):
-            raise UsageError(f"level={text!r}: 0, 1 or 2")
+            raise UsageError(f"level={text!r}: must be 0, 1 or 2")
         await self._group.sleep(int(text), mode)
         return {"status": "sleeping", "level": int(text)}
 
@@ -164,19 +167,15 @@ class ControlRoutes:
         await self._updates.close_transport()
         return {"message": "Weight transfer shut down"}
 
-    async def _start(self, http: web.Request) -> Answer:
-        await self._updates.start("model", _caller(http))
-        return {"message": "Weight update started"}
-
-    async def _start_draft(self, http: web.Request) -> Answer:
-        await self._updates.start("draft", _caller(http))
-        return {"message": "Draft weight update started"}
+    async def _start(self, target: Target, text: str, http: web.Request) -> Answer:
+        await self._updates.start(target, _caller(http))
+        return {"message": text}
 
     async def _update(self, http: web.Request) -> Answer:
         body = await _body(http)
         if "weight_dir" in body:
             if extra := body.keys() - {"weight_dir", "weight_version"}:
-                raise UsageError(f"{sorted(extra)}: not with weight_dir")
+                raise UsageError(f"{sorted(extra)}: can't be combined with weight_dir")
             folder = _text(body, "weight_dir")
             label = _label(body) or folder
             await self._group.send_folder(folder, label=label, caller=_caller(http))
@@ -215,15 +214,11 @@ class ControlRoutes:
 
     async def _unload_adapter(self, http: web.Request) -> Answer:
         name = _text(await _body(http), "lora_name")
-        if not await self._has_adapter(name):
+        answers = await self._rollouts.ask_each("/v1/models")
+        if not any(card.id == name and card.parent for card, _ in merged(answers.values())):
             raise Missing(f"The lora adapter '{name}' cannot be found.")
         await self._group.remove_adapter(name)
         return f"Success: LoRA adapter '{name}' removed successfully."
-
-    async def _has_adapter(self, name: str) -> bool:
-        """Returns whether any engine takes requests for the adapter."""
-        answers = await self._rollouts.ask_each("/v1/models")
-        return any(card.id == name and card.parent for card, _ in merged(answers.values()))
 
     # -- requests ------------------------------------------------------------------------
 
@@ -235,9 +230,9 @@ class ControlRoutes:
         body = await _body(http)
         action = body.get("action")
         if action == "reset":
-            raise NotOffered(f"{http.path}: action reset sets the weights of engines to zero")
+            raise NotOffered(f"{http.path}: reset, which sets weights to zero, is not offered")
         if action not in ("checksum", "compare"):
-            raise UsageError(f"action={action!r}: checksum or compare")
+            raise UsageError(f"action={action!r}: must be checksum or compare")
         baseline = _part(body, "baseline") if action == "compare" else {}
         sums = await WeightChecksums.read(self._rollouts)
         if action == "checksum":
@@ -261,8 +256,8 @@ class ControlRoutes:
             raise NotOffered(_IN_MEMORY)
         else:
             raise NotOffered(
-                f"method {method!r}: a group runs no code of its clients; use the routes for "
-                "pauses, sleep and updates"
+                f"method {method!r}: a group runs no code of its clients; use the routes that "
+                "pause, sleep and update"
             )
         return {"results": [None]}
 
@@ -271,8 +266,6 @@ def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(http: web.Request) -> web.Response:
         try:
             answer = await call(http)
-        except NotOffered as error:
-            return error_answer(http, 501, str(error))
         except WavebusError as error:
             status = next(s for kind, s in _STATUSES if isinstance(error, kind))
             text = "; ".join([str(error), *getattr(error, "__notes__", ())])
@@ -291,13 +284,17 @@ def _caller(http: web.Request) -> Caller:
     return Caller(address, lambda: transport is None or transport.is_closing(), transport)
 
 
+def _mode(http: web.Request) -> PauseMode:
+    mode: Any = http.query.get("mode", "abort")
+    check_choice("mode", mode, PauseMode)
+    return mode  # type: ignore[no-any-return]
+
+
 def _flag(http: web.Request, name: str, *, default: bool) -> bool:
-    text = http.query.get(name)
-    if text is None:
-        return default
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise UsageError(f"{name}={text!r}: true or false")
-    return text.lower() in _TRUE
+    text = http.query.get(name, str(default)).lower()
+    if text not in (*_TRUE, *_FALSE):
+        raise UsageError(f"{name}={text!r}: must be true or false")
+    return text in _TRUE
 
 
 async def _body(http: web.Request) -> dict[str, Any]:
@@ -307,16 +304,16 @@ async def _body(http: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"body: no JSON: {error}") from error
+        raise UsageError(f"body: is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise UsageError("body: a JSON object is needed")
+        raise UsageError("body: must be a JSON object")
     return body
 
 
 def _part(body: dict[str, Any], name: str) -> dict[str, Any]:
     part = body.get(name)
     if not isinstance(part, dict):
-        raise UsageError(f"{name}: an object is needed")
+        raise UsageError(f"{name}: must be a JSON object")
     return part
 
 
@@ -327,16 +324,16 @@ def _label(body: dict[str, Any]) -> str:
 def _text(body: dict[str, Any], name: str) -> str:
     text = body.get(name)
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{name}: a text is needed")
+        raise UsageError(f"{name}: must be a string, and not empty")
     if len(text) > _MOST_CHARS:
-        raise UsageError(f"{name}: {len(text)} characters; at most {_MOST_CHARS}")
+        raise UsageError(f"{name}: has {len(text)} characters; at most {_MOST_CHARS} are allowed")
     if not is_text(text):
-        raise UsageError(f"{name}: is no UTF-8")
+        raise UsageError(f"{name}: must be valid UTF-8")
     return text
 
 
 def _texts(body: dict[str, Any], name: str) -> tuple[str, ...]:
     texts = body.get(name) or []
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
-        raise UsageError(f"{name}: a list of texts is needed")
+        raise UsageError(f"{name}: must be a list of strings")
     return tuple(texts)

@@ -1,4 +1,4 @@
-"""Reads weights and adapters from folders that a client of the gateway names."""
+"""Reads weights and LoRA adapters from folders on the gateway's host."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _DTYPES: Final = {
 }
 
 
-_LENGTH_BYTES: Final = 8  # of the head, before it
-_MAX_HEAD_BYTES: Final = 100_000_000  # as the format has it
+_LENGTH_BYTES: Final = 8  # size of the head's length, which precedes the head
+_MAX_HEAD_BYTES: Final = 100_000_000  # the format's own limit
 
 
 class _Tensor(msgspec.Struct, frozen=True):
-    """A tensor in a file's head; its bytes' offsets count from the head's end."""
+    """A tensor's entry in a file's head; ``data_offsets`` count from the end of the head."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,18 +47,18 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 class _File:
-    """A safetensors file, with its head.
+    """Reads the tensors of a safetensors file.
 
-    It is read, not mapped: if somebody cut off a mapped file, the process would be killed.
-    Source: https://github.com/huggingface/safetensors, section Format.
+    The file is not mapped into memory, because truncating a mapped file kills its readers.
+    The format: https://github.com/huggingface/safetensors, section Format.
 
     Raises:
-        UsageError: it can't be read, is no safetensors file, or has a dtype that is not sent.
+        UsageError: the file can't be read, is no safetensors file, or has an unsupported dtype.
     """
 
     def __init__(self, path: Path) -> None:
         if not _is_file(path):
-            raise UsageError(f"{path}: no such file on the gateway's host")
+            raise UsageError(f"{path}: the gateway's host has no such file")
         self._path = path
         try:
             self._state = _state_of(path)
@@ -69,22 +69,16 @@ class _File:
             fields.pop("__metadata__", None)
             tensors = msgspec.convert(fields, dict[str, _Tensor])
         except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-            raise UsageError(f"{path}: no safetensors file: {error}") from error
+            raise UsageError(f"{path}: is not a safetensors file: {error}") from error
         self._begin = _LENGTH_BYTES + length
         self._tensors = sorted(tensors.items(), key=lambda each: each[1].data_offsets)
         for name, tensor in self._tensors:
             self._check(name, tensor)
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns names, dtypes and shapes, in the file's order."""
         return [TensorMeta(n, _DTYPES[each.dtype], each.shape) for n, each in self._tensors]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors.
-
-        Raises:
-            Conflict: the file has become shorter.
-        """
         try:
             with self._path.open("rb") as file:
                 for name, tensor in self._tensors:
@@ -102,11 +96,7 @@ class _File:
             raise Conflict(f"{self._path}: {error.strerror}") from error
 
     def require_unchanged(self) -> None:
-        """Checks that nobody has written or replaced the file since its head was read.
-
-        Raises:
-            Conflict: somebody has.
-        """
+        """Raises ``Conflict`` if the file was written or replaced since its head was read."""
         try:
             changed = _state_of(self._path) != self._state
         except OSError as error:
@@ -116,44 +106,42 @@ class _File:
 
     def _check(self, name: str, tensor: _Tensor) -> None:
         if tensor.dtype not in _DTYPES:
-            raise UsageError(f"{self._path}: {name}: dtype {tensor.dtype} is not sent")
+            raise UsageError(f"{self._path}: {name}: dtype {tensor.dtype} is not supported")
         begin, end = tensor.data_offsets
         size = TensorMeta(name, _DTYPES[tensor.dtype], tensor.shape).size_bytes
         if min(tensor.shape, default=0) < 0 or begin < 0 or end - begin != size:
-            raise UsageError(f"{self._path}: {name}: its shape and its bytes contradict each other")
+            raise UsageError(f"{self._path}: {name}: needs {size} bytes, but has {end - begin}")
         if self._begin + end > self._state[1]:
-            raise UsageError(f"{self._path}: {name}: the file ends before it")
+            raise UsageError(f"{self._path}: {name}: the file ends before this tensor does")
 
     def _changed(self) -> Conflict:
-        return Conflict(f"{self._path} changed while it was read: call again when it is written")
+        return Conflict(f"{self._path} changed while it was read: call again when it is complete")
 
 
 class FolderSource:
-    """A weight source of all safetensors in a folder, which are read tensor by tensor.
+    """A weight source of all safetensors in a folder, read tensor by tensor.
 
-    Make it in a thread: it reads the heads of all files, and the folder may be slow.
+    The constructor blocks: it reads the heads of all files.
 
     Args:
-        folder: the folder, on this host. If it has an index, only the files that this names count.
+        folder: the folder, on this host. If it has an index, only the files in the index are read.
 
     Raises:
-        UsageError: there are no safetensors, a file can't be read, or it has a dtype that is not
-            sent.
+        UsageError: the folder has no safetensors, a file can't be read, or a dtype is unsupported.
     """
 
     def __init__(self, folder: str) -> None:
         self._files = [_File(each) for each in _weight_files(folder)]
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns names, dtypes and shapes, file by file."""
         return [meta for each in self._files for meta in each.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of all files; the last one, when nothing has changed meanwhile.
+        """Yields the tensors of all files; the last tensor only if no file has changed.
 
         Raises:
-            Conflict: a file has changed since the source was made. All are checked at the end,
-                as a writer changes one after the other.
+            Conflict: a file has changed since the source was made. All files are checked at the
+                end, because a writer changes one after the other.
         """
         last = None
         for each in chain.from_iterable(self._files):
@@ -170,13 +158,13 @@ def read_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns the tensors and the configuration of a LoRA adapter, as PEFT saves them.
 
     Raises:
-        Missing: there is none, or not yet.
-        Conflict: it changed while it was read.
-        UsageError: it can't be read.
+        Missing: a file of the adapter does not exist, or not yet.
+        Conflict: the tensors' file changed while it was read.
+        UsageError: a file can't be read.
     """
     config, tensors = (Path(folder) / name for name in _OF_ADAPTER)
     if absent := [each.name for each in (config, tensors) if not _is_file(each)]:
-        raise Missing(f"lora_path={folder!r}: no {absent[0]} that the gateway's host sees")
+        raise Missing(f"lora_path={folder!r}: the gateway's host has no {absent[0]} there")
     file = _File(tensors)
     read = dict(file), _read_json(config)
     file.require_unchanged()
@@ -194,15 +182,15 @@ def _weight_files(folder: str) -> list[Path]:
             path / file for each in indexes for file in _read_json(each)["weight_map"].values()
         }
     except (KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{indexes[0]}: has no weight_map of file names") from error
+        raise UsageError(f"{indexes[0]}: must have a weight_map of file names") from error
     files = sorted(named) or sorted(path.glob("*.safetensors"))
     if not files:
-        raise UsageError(f"{folder!r}: no safetensors here; the gateway's host must see them")
+        raise UsageError(f"{folder!r}: the gateway's host sees no safetensors files there")
     return files
 
 
 def _is_file(path: Path) -> bool:
-    """Returns whether it is an ordinary file. To open another kind, such as a pipe, may wait."""
+    """Returns whether the path is an ordinary file; opening a pipe, for example, may block."""
     try:
         return path.is_file()
     except OSError:  # the name is too long
@@ -210,18 +198,18 @@ def _is_file(path: Path) -> bool:
 
 
 def _state_of(path: Path) -> tuple[int, int, int]:
-    """Returns what changes when a file is written or replaced; the second is its size."""
+    """Returns (inode, size in bytes, time of change in ns), which differ after a write."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not _is_file(file):
-        raise UsageError(f"{file}: no such file on the gateway's host")
+        raise UsageError(f"{file}: the gateway's host has no such file")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file}: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{file}: a JSON object is needed")
+        raise UsageError(f"{file}: must be a JSON object")
     return found

@@ -1,6 +1,6 @@
-"""What a client asks of the whole group besides the updates whose tensors it sends itself.
+"""Carries out a client's pauses, sleeps, and updates from files, for the whole group.
 
-Its pauses and sleeps::
+Pauses and sleeps::
 
     state      call                       next       then
     RUNNING    pause                      PAUSED     a pause of the group, under a lease
@@ -32,26 +32,22 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-# A file system may hang. Other work for threads does not wait for it.
+# Threads of their own, because a file system may hang; other work in threads goes on.
 _READERS: Final = ThreadPoolExecutor(4, "folder")
 _OUT: Final = ("quarantined", "weights_discarded")
 
 
 class ClientGroup:
-    """Pauses a group, puts it to sleep, and sends it what lies in files.
-
-    Args:
-        session: the membership of the bus.
-    """
+    """Pauses a group, puts its engines to sleep, and sends weights and adapters from files."""
 
     def __init__(self, session: ClientSession, updates: ClientUpdates) -> None:
         self._session = session
         self._updates = updates
-        self._has_own_pause = False  # of a sleep that no pause came before
+        self._has_own_pause = False  # the pause belongs to a sleep, and ends with the wake
         self._is_asleep = False
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pauses the group, if it is not paused.
+        """Pauses the group, unless the client's pause holds already.
 
         Raises:
             Conflict: an update is loading.
@@ -65,7 +61,7 @@ class ClientGroup:
             self._has_own_pause = False
 
     async def resume(self) -> None:
-        """Ends the pause; an update that was not finished is undone.
+        """Ends the pause, and undoes an unfinished update.
 
         Raises:
             Conflict: all engines are quarantined.
@@ -74,13 +70,13 @@ class ClientGroup:
             return
         async with self._session.call() as agent:
             if agent.is_paused or self._session.is_loading:
-                await self._session.release(agent, "engines were resumed before it was finished")
+                await self._session.release(agent, "/resume came before /finish_weight_update")
                 return
-            await agent.resume()  # of a pause that the bus has ended
+            await agent.resume()  # closes a pause that the bus has ended
             status = await agent.group_status()
             engines = status.engines if status else ()
             if engines and all(each.phase in _OUT for each in engines):
-                raise Conflict("all engines are quarantined, until an update of all weights")
+                raise Conflict("all engines are quarantined: send an update of all weights")
 
     @property
     def is_paused(self) -> bool:
@@ -94,18 +90,15 @@ class ClientGroup:
         return self._is_asleep and self.is_paused
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pauses the group, unless it is paused, and frees its engines' memory.
+        """Pauses the group, unless the client's pause holds already, and frees engines' memory.
 
         Args:
-            level: 0 only pauses; 1 keeps the weights in the host's memory; 2 discards them.
+            level: 0 only pauses; 1 keeps the weights in the host's memory; 2 discards the weights.
             mode: how the pause treats requests.
 
         Raises:
             Conflict: an update is loading.
-            UsageError: there is no such level.
         """
-        if level not in (0, 1, 2):
-            raise UsageError(f"level={level}: 0, 1 or 2")
         async with self._session.call() as agent:
             self._updates.require_not_loading()
             if not agent.is_paused:
@@ -120,15 +113,15 @@ class ClientGroup:
         """Wakes the group's engines.
 
         Args:
-            tags: ``weights`` alone allocates the weights' memory. Else everything wakes, at the end
-                of the pause.
+            tags: ``weights`` alone allocates the weights' memory. With any other tags, or none,
+                everything wakes at the end of the pause.
 
         Raises:
             Conflict: an update is loading.
             Refused: engines could not wake, because weights or memory are missing.
         """
         if unknown := set(tags) - {"weights", "kv_cache", "scheduling"}:
-            raise UsageError(f"tags={sorted(unknown)}: weights, kv_cache or scheduling")
+            raise UsageError(f"tags={sorted(unknown)}: must be weights, kv_cache or scheduling")
         async with self._session.call() as agent:
             self._updates.require_not_loading()
             if not agent.is_paused:
@@ -143,9 +136,9 @@ class ClientGroup:
                 self._is_asleep = False
 
     async def reset_prefix_cache(self) -> None:
-        """Drops the caches of all engines.
+        """Drops the prefix caches of all engines.
 
-        In a pause or an update nothing needs to be done: the next commit makes them unused.
+        Does nothing during a pause or update, because the next commit makes old entries unused.
         """
         async with self._session.call() as agent:
             if not (agent.is_paused or self._session.is_loading):
@@ -160,8 +153,9 @@ class ClientGroup:
             label: the client's own name of the weights.
 
         Raises:
-            Conflict: an update is under way, or has begun; if nothing has come of it yet, it fails.
-            UsageError: there are no safetensors, or they can't be read.
+            Conflict: an update is under way. If the same client has only started that update, it
+                fails.
+            UsageError: the folder has no safetensors, or they can't be read.
         """
         from trainer_agent._gateway.folder import FolderSource  # noqa: PLC0415 - it needs torch
 
@@ -181,8 +175,8 @@ class ClientGroup:
 
         Raises:
             Conflict: an update is under way.
-            Missing: there is no adapter.
-            UsageError: it can't be read.
+            Missing: the folder has no adapter.
+            UsageError: the adapter can't be read.
         """
         from trainer_agent._gateway.folder import read_adapter  # noqa: PLC0415 - it needs torch
 

@@ -1,4 +1,4 @@
-"""One update of an HTTP client, its broadcast, and what its calls say of its tensors."""
+"""State of one HTTP client's update; ends broadcasts of refused calls; parses ``update_info``."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from trainer_agent._gateway.agent import GatewayAgent
 
 _LEFT: Final = (
-    "the client's broadcast was not ended, and its transport is closed; call "
+    "so the client's broadcast can't be ended, and the transport is closed; call "
     "init_weight_transfer_engine again"
 )
 
 
 class Conflict(WavebusError):
-    """A call doesn't fit what is under way, or what has failed."""
+    """Raised for a call that conflicts with an update under way or a failed update."""
 
 
 class Missing(UsageError):
-    """A call names what is not there."""
+    """Raised for a call that names an adapter or file which does not exist."""
 
 
 class HttpStage(Enum):
-    """How far a client's update is."""
+    """The progress of a client's update."""
 
     STARTED = "started"
     LOADING = "loading"
@@ -43,11 +43,11 @@ class HttpStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who made a call.
+    """The client that made a call.
 
     Attributes:
-        address: its address, for texts.
-        is_gone: whether its connection has ended.
+        address: host and port, for error texts.
+        is_gone: returns whether the connection has ended.
         connection: identifies the connection.
     """
 
@@ -58,42 +58,54 @@ class Caller:
 
 @dataclass(slots=True)
 class HttpUpdate:
-    """An update of an HTTP client, from its start to its finish."""
+    """An update of an HTTP client, from ``start_weight_update`` to ``finish_weight_update``.
+
+    Attributes:
+        since_s: when the update was started, on the monotonic clock.
+        error: why the update failed; empty: it did not.
+        left: why the client's transport was closed; empty: it was not.
+        known: the tensors of each call of the last update.
+        planned: the tensors of each call, if all calls were armed at once; empty: the update is
+            open, and each call is armed by itself.
+        calls: the tensors of each call received so far.
+        infos: the ``update_info`` of each of these calls.
+        drained: the ``update_info`` of the last refused call whose broadcast was ended.
+    """
 
     target: Target
     caller: Caller
     since_s: float
     stage: HttpStage = HttpStage.STARTED
     error: str = ""
-    left: str = ""  # why its client's transport was closed, if it was
-    known: list[list[TensorMeta]] = field(default_factory=list)  # of the calls of the last update
-    planned: list[list[TensorMeta]] = field(default_factory=list)  # armed at once; empty: open
-    calls: list[list[TensorMeta]] = field(default_factory=list)  # that were received
-    infos: list[object] = field(default_factory=list)  # their update_info
-    drained: object = None  # the update_info of the last refused call whose broadcast was ended
+    left: str = ""
+    known: list[list[TensorMeta]] = field(default_factory=list)
+    planned: list[list[TensorMeta]] = field(default_factory=list)
+    calls: list[list[TensorMeta]] = field(default_factory=list)
+    infos: list[object] = field(default_factory=list)
+    drained: object = None
 
     @property
     def next_known(self) -> list[TensorMeta]:
-        """What the next call brings, if it is as in the last update; empty: that had no more."""
+        """The tensors that the corresponding call of the last update had; empty: no such call."""
         after = self.known[len(self.calls) :]
         return after[0] if after else []
 
     def repeats(self, info: object) -> bool:
-        """Returns whether a call was received before."""
+        """Returns whether a call with this ``update_info`` was received before."""
         names = info.get("names") if isinstance(info, dict) else None
         return info in self.infos and (bool(names) or not self.next_known)
 
     async def arm(
         self, agent: GatewayAgent, metas: list[TensorMeta], *, was_committed: bool
     ) -> None:
-        """Has all engines check the tensors of the next call, unless they have.
+        """Has all engines check the tensors of the next call, unless these were armed before.
 
         Args:
-            was_committed: whether the last update was, whose calls are known.
+            was_committed: whether the last update was committed.
 
         Raises:
-            ManifestRefused: a model doesn't take them; the update is aborted.
-            Conflict: all engines have checked others; the update is aborted.
+            ManifestRefused: a model doesn't take the tensors; the update is aborted.
+            Conflict: other tensors were armed for this call; the update is aborted.
         """
         if not self.calls:
             is_same = was_committed and metas == self.next_known
@@ -105,14 +117,14 @@ class HttpUpdate:
         elif [metas] != self.planned[len(self.calls) :][:1]:
             await agent.undo_native()
             raise Conflict(
-                f"call {len(self.calls) + 1} brings other tensors than in the last update, or "
-                "some beside all that the model takes; begin again"
+                f"call {len(self.calls) + 1} of update_weights brings other tensors than in the "
+                "last update, or more than the model has; call start_weight_update again"
             )
 
     async def _start(self, agent: GatewayAgent, metas: list[TensorMeta]) -> None:
-        """Has all engines check the first call's tensors, and perhaps those of the calls to come.
+        """Arms the update with the first call's tensors, or with those of all planned calls.
 
-        If the first call lacks tensors, others may follow it.
+        If the first call lacks tensors of the model, the update is armed open: more may follow.
         """
         planned = self.planned or [metas]
         is_part = not self.planned and len(self.known) > 1 and metas == self.known[0]
@@ -126,19 +138,20 @@ class HttpUpdate:
             self.planned = [] if is_part else planned
 
     def fail(self, error: str) -> None:
-        """Ends the update; its finish is answered with the error."""
+        """Ends the update; later calls of the client are answered with the error."""
         self.stage, self.error = HttpStage.FAILED, error
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.since_s
-        return f"an update of {self.caller.address}, begun {age_s:.0f} s ago"
+        return f"an update of the client {self.caller.address}, started {age_s:.0f} s ago,"
 
 
 class ClientBroadcasts:
     """Ends the broadcasts of clients whose calls were refused.
 
     Attributes:
-        is_stranded: a client has disconnected within a call, and may be in its broadcast still.
+        is_stranded: whether a client has disconnected during a call, and may still be in its
+            broadcast.
     """
 
     def __init__(self) -> None:
@@ -147,12 +160,12 @@ class ClientBroadcasts:
     async def end(
         self, agent: GatewayAgent, update: HttpUpdate | None, info: object, error: Exception
     ) -> None:
-        """Ends that of a refused call; the error's notes say if that is impossible.
+        """Ends the broadcast of a refused call; adds a note to ``error`` if that fails.
 
         Args:
-            agent: has the engines enter it.
-            update: the client's update, which has failed; None: it has begun none.
+            update: the client's failed update; None: the client has started none.
             info: the call's ``update_info``.
+            error: why the call is refused.
         """
         if update is not None and (update.stage is HttpStage.LOADING or info == update.drained):
             return
@@ -160,10 +173,10 @@ class ClientBroadcasts:
             described, metas = read_tensors(info, [] if update is None else update.next_known)
         except UsageError:
             await agent.close_native()
-            _note_left(update, error, "what its client sends is unknown")
+            _note_left(update, error, "the tensors that the client sends are unknown")
             return
         columns = {
-            "names": [""] * len(metas),  # how much comes does not depend on them
+            "names": [""] * len(metas),  # the size of the broadcast does not depend on names
             "dtype_names": [each.dtype for each in metas],
             "shapes": [list(each.shape) for each in metas],
         }
@@ -171,7 +184,7 @@ class ClientBroadcasts:
         try:
             await asyncio.wait([drain])
         finally:
-            await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
+            await asyncio.wait([drain])  # it has a deadline, also if the client has disconnected
             if failure := drain.exception():
                 _note_left(update, error, str(failure))
             else:
@@ -180,23 +193,27 @@ class ClientBroadcasts:
                     update.drained = info
 
     async def close(self, agent: GatewayAgent) -> str:
-        """Closes the transport if a client may be in a broadcast; returns why, empty if not."""
+        """Closes the transport if a client may still be in a broadcast.
+
+        Returns:
+            Why the transport was closed; empty: it was not.
+        """
         if not self.is_stranded:
             return ""
         self.is_stranded = False
         await agent.close_native()
-        return f"the client before disconnected within a call: {_LEFT}"
+        return f"an earlier client disconnected during a call, {_LEFT}"
 
 
 def _note_left(update: HttpUpdate | None, error: Exception, why: str) -> None:
-    left = f"{why}: {_LEFT}"
+    left = f"{why}, {_LEFT}"
     error.add_note(left)
     if update is not None:
         update.left = left
 
 
 class _Described(msgspec.Struct):
-    """What an ``update_info`` says of its tensors."""
+    """The fields of an ``update_info`` that describe its tensors."""
 
     names: list[str]
     dtype_names: list[str]
@@ -209,14 +226,13 @@ def read_tensors(
     """Returns a client's ``update_info``, and the tensors that it describes.
 
     Args:
-        info: the ``update_info``.
-        known: its tensors, if it names none.
+        known: the tensors if ``info`` names none.
 
     Raises:
-        UsageError: it can't be read, or describes none.
+        UsageError: ``info`` is malformed, or no tensors are known.
     """
     if not isinstance(info, dict):
-        raise UsageError("update_info: an object is needed")
+        raise UsageError("update_info: must be a JSON object")
     try:
         said = msgspec.convert(
             {key: info[key] for key in _Described.__struct_fields__ if key in info}, _Described
@@ -226,7 +242,7 @@ def read_tensors(
         "".join(said.names).encode()
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"update_info: names, dtype_names and shapes: {error}") from error
-    # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
+    # From vLLM 0.33 on, the trainer engine names the tensors only in its first update.
     if not metas and not known:
-        raise UsageError("update_info: no tensors are named, and none were named before")
+        raise UsageError("update_info: names no tensors, and no earlier call has named them")
     return info, metas or known

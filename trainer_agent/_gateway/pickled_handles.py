@@ -1,14 +1,14 @@
-"""Reads the pickled CUDA IPC handles of HTTP clients without running anything.
+"""Reads the pickled CUDA IPC handles of HTTP clients without running their code.
 
-Over HTTP vLLM's ``ipc`` trainer engine sends its handles as a pickle. A pickle is a program that
-may call anything. So two things hold here, whatever the bytes are:
+vLLM's ``ipc`` trainer engine sends its handles over HTTP as a pickle, and a pickle is a program
+that may call anything. Here, two rules hold for all input:
 
-- Only the instructions that build lists, dicts, tuples, numbers, texts and bytes are let through,
-  and one call.
-- Names of classes become plain texts, which nobody can call, and ``torch.Size`` a function that
-  takes a few numbers.
+- The only instructions allowed are those that build lists, dicts, tuples, numbers, strings and
+  bytes, and the call instruction REDUCE.
+- The only function that REDUCE can call is :func:`_size`, for ``torch.Size``. All other names of
+  classes become strings, which can't be called.
 
-What comes out must have the exact form of handles: it becomes
+The result must have the exact form of handles: it becomes
 :class:`~bus._vllm.payloads.IpcTensor`, whose fields are bounded.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PICKLED: Final = "ipc_handles_pickled"
-# Of pickle protocol 4 and later, which Python writes by itself.
+# Instructions of pickle protocols 4 and 5, as Python's pickler writes them.
 _INSTRUCTIONS: Final = frozenset(
     (
         *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET"),
@@ -51,7 +51,7 @@ _DTYPES: Final = frozenset(
 _NAMES: Final = _TENSORS | _STORAGES | {f"torch.{each}" for each in _DTYPES}
 _MAX_HANDLES: Final = 1 << 16
 _MAX_DIMS: Final = 16
-# What PyTorch rebuilds a tensor from, in its order; the classes are not kept.
+# PyTorch's arguments to rebuild a tensor, in order. The classes ("") are not kept.
 _FIELDS: Final = (
     *("", "size", "stride", "offset", "", "dtype", "device", "handle", "storage_bytes"),
     *("storage_offset_bytes", "requires_grad", "counter", "counter_offset", "event", "event_sync"),
@@ -61,7 +61,7 @@ Handles = dict[str, IpcTensor]
 
 
 class _HandleUnpickler(pickle.Unpickler):
-    """Knows the names in a handle, and gives out nothing that can be called but :func:`_size`."""
+    """Resolves the names in a handle; the only callable among them is :func:`_size`."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = f"{module}.{name}"
@@ -69,18 +69,18 @@ class _HandleUnpickler(pickle.Unpickler):
             return _size
         if found in _NAMES:
             return found
-        raise ValueError(f"{found!r:.99} is not in a handle")
+        raise ValueError(f"the name {found!r:.99} does not belong in a handle")
 
 
 def read_info(info: Mapping[str, Any], *, allowed: bool) -> dict[str, Any]:
-    """Returns an ``update_info`` whose pickled handles, if any, were read.
+    """Replaces the pickled handles in a client's ``update_info``, if any, by the handles.
 
     Args:
-        info: what a client has sent.
         allowed: whether pickled handles may be read.
 
     Raises:
-        UsageError: they may not, or they are something else. Nothing of them was run.
+        UsageError: pickled handles are not allowed, or the pickle is malformed. None of its code
+            was run.
     """
     read = dict(info)
     text = read.pop(_PICKLED, None)
@@ -88,11 +88,11 @@ def read_info(info: Mapping[str, Any], *, allowed: bool) -> dict[str, Any]:
         return read
     if not allowed:
         raise UsageError(
-            f"update_info: {_PICKLED}: pickles that come over HTTP are read only by "
-            "`wavebus gateway --allow-pickled-handles`, on loopback"
+            f"update_info: {_PICKLED}: pickles are refused, because they come over HTTP; start "
+            "`wavebus gateway --allow-pickled-handles`, on loopback, to read handles from them"
         )
     if read.get("ipc_handles") is not None:
-        raise UsageError(f"update_info: {_PICKLED} beside ipc_handles")
+        raise UsageError(f"update_info: send either {_PICKLED} or ipc_handles, not both")
     return read | {"ipc_handles": read_handles(text)}
 
 
@@ -100,19 +100,19 @@ def read_handles(text: object) -> Handles | list[Handles]:
     """Returns the handles in a client's ``ipc_handles_pickled``.
 
     Args:
-        text: a pickle in base64. It has a handle for each GPU, by its UUID: one such dict for a
-            packed buffer, or a list of them, one for each tensor.
+        text: a pickle in base64: a dict from the UUID of a GPU to a handle, for a packed buffer;
+            or a list of such dicts, one for each tensor.
 
     Raises:
-        UsageError: the text is something else. Nothing of it was run.
+        UsageError: the text is malformed. None of its code was run.
     """
     try:
         if not isinstance(text, str):
-            raise TypeError("a text is needed")
+            raise TypeError("must be a string")
         raw = base64.b64decode(text, validate=True)
         for instruction, *_ in pickletools.genops(raw):
             if instruction.name not in _INSTRUCTIONS:
-                raise ValueError(f"{instruction.name} is not in a handle")
+                raise ValueError(f"the instruction {instruction.name} does not belong in a handle")
         return _handles(_HandleUnpickler(io.BytesIO(raw)).load())
     except Exception as error:  # unpicklers raise many kinds
         raise UsageError(f"update_info: {_PICKLED}: {error}") from error
@@ -121,36 +121,36 @@ def read_handles(text: object) -> Handles | list[Handles]:
 def _handles(found: Any) -> Handles | list[Handles]:
     rows = found if type(found) is list else [found]
     if not all(type(each) is dict for each in rows):
-        raise TypeError("neither a dict of handles nor a list of them")
+        raise TypeError("the pickle is neither a dict of handles nor a list of such dicts")
     if sum(map(len, rows)) > _MAX_HANDLES:
-        raise ValueError(f"more than {_MAX_HANDLES} handles")
+        raise ValueError(f"the pickle has more than {_MAX_HANDLES} handles")
     read = [{_uuid(gpu): _tensor(args) for gpu, args in each.items()} for each in rows]
     return read if type(found) is list else read[0]
 
 
 def _size(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or len(values) > _MAX_DIMS:
-        raise TypeError("a size is a tuple of a few numbers")
+        raise TypeError(f"torch.Size must have a tuple of at most {_MAX_DIMS} numbers")
     return values
 
 
 def _uuid(gpu: Any) -> str:
     if type(gpu) is not str:
-        raise TypeError("a GPU is named by a text")
+        raise TypeError("the UUID of a GPU must be a string")
     return gpu
 
 
 def _tensor(args: Any) -> IpcTensor:
     if type(args) is not tuple or len(args) != len(_FIELDS):
-        raise TypeError(f"a handle is a tuple of {len(_FIELDS)}")
+        raise TypeError(f"a handle must be a tuple of {len(_FIELDS)} fields")
     if args[0] not in _TENSORS or args[4] not in _STORAGES:
-        raise TypeError("a handle is of a tensor and its storage")
+        raise TypeError("a handle must name the classes of a tensor and of its storage")
     fields = {name: value for name, value in zip(_FIELDS, args, strict=True) if name}
     for name in ("handle", "counter", "event"):
         fields[name] = fields[name] or b""
     fields["dtype"] = str(fields["dtype"]).removeprefix("torch.")
     if fields["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {fields['dtype']!r:.99}")
+        raise ValueError(f"the dtype {fields['dtype']!r:.99} is not supported")
     handle = msgspec.convert(fields, IpcTensor)
-    msgspec.msgpack.encode(handle)  # which no number above 64 bits is
+    msgspec.msgpack.encode(handle)  # raises for a number of more than 64 bits
     return handle

@@ -1,4 +1,4 @@
-"""Serves the routes of one vLLM for a group: those for requests, and those for training."""
+"""Serves a group with the routes of one vLLM: for requests, and for training."""
 
 from __future__ import annotations
 
@@ -39,41 +39,29 @@ async def serve(
     """Serves a group over HTTP during a block; yields the base URL.
 
     Args:
-        port: the port; 0 chooses a free one.
-        tokenizer: a tokenizer, for texts; None: none.
-        api_key: the bearer token, or the password, that requests must have; empty: none.
-        control_key: the one of the routes for training, which opens the others, too; empty: they
-            need ``api_key``.
-        silence_s: after how many seconds without a call a client's pause or update ends; None: no
-            routes for training.
+        port: the port; 0 chooses a free port.
+        tokenizer: a tokenizer for texts, or None.
+        api_key: the bearer token or password that requests must have; empty: requests need none.
+        control_key: the bearer token or password of the routes for training; also accepted by the
+            other routes. Empty: all routes need ``api_key``.
+        silence_s: after how many seconds without a call a client's pause or update ends. None: the
+            routes for training are not served.
         allow_pickled_handles: whether pickled CUDA IPC handles are read, without running anything.
         client_requests: how many requests for tokens one address may have at once; 0: any number.
 
     Raises:
-        UsageError: the address can't be used.
+        UsageError: the gateway can't listen at this address.
         BusTimeout: no broker answers.
     """
+    peer: dict[str, Any] = {"group": group, "key": keys.key, "broker_key": keys.broker_key}
+    peer["insecure"] = keys.insecure
 
     async def make_agent() -> GatewayAgent:
-        return (await asyncio.to_thread(_load_agent))(
-            broker,
-            group=group,
-            key=keys.key,
-            broker_key=keys.broker_key,
-            insecure=keys.insecure,
-        )
+        return (await asyncio.to_thread(_load_agent))(broker, **peer)
 
     async with contextlib.AsyncExitStack() as stack:
         rollouts = await stack.enter_async_context(
-            client.RolloutClient(
-                broker,
-                group=group,
-                tokenizer=tokenizer,
-                api_key=engine_api_key,
-                key=keys.key,
-                broker_key=keys.broker_key,
-                insecure=keys.insecure,
-            )
+            client.RolloutClient(broker, tokenizer=tokenizer, api_key=engine_api_key, **peer)
         )
         routes = []
         if silence_s is not None:
@@ -96,7 +84,7 @@ async def serve(
 
 
 def _load_agent() -> type[GatewayAgent]:
-    """Imports what updates need: torch, of 200 MB, which a gateway that generates needs not."""
+    """Imports torch, of 200 MB, which a gateway does not need before the first update."""
     from trainer_agent._gateway.agent import GatewayAgent  # noqa: PLC0415
 
     return GatewayAgent

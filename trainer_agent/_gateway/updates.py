@@ -1,27 +1,27 @@
-"""Carries out a client's updates.
+"""Carries out the updates whose tensors a client sends.
 
 Clients repeat calls that may have succeeded, call finish after a failed update, and disconnect in
-the middle of it::
+the middle of an update::
 
     state      call                       next       then
-    NONE       start                      STARTED    nothing is known of the tensors yet
+    NONE       start                      STARTED    the tensors are still unknown
     STARTED    start, of the same client  STARTED    the same answer
     STARTED    update_weights             LOADING    ARM with the tensors, the transfer
     LOADING    update_weights, further    LOADING    ARM_PART with these tensors, the transfer
                tensors
     LOADING    update_weights, repeated   LOADING    refused
-    STARTED    finish                     NONE       nothing was sent. Refused, if an earlier
-                                                     update was loaded, and not finished, or if it
+    STARTED    finish                     NONE       nothing was sent. Refused if an earlier update
+                                                     was loaded but not finished, or if the call
                                                      has a label
     STARTED    a folder is sent           FAILED     refused: a folder is an update by itself
-    STARTED    silence                    FAILED     nothing was begun on the bus
-    STARTED    init, shutdown             DONE       the same
+    STARTED    silence                    FAILED     the bus has no update to abort
+    STARTED    init, shutdown             DONE       the bus has no update to abort
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
-    LOADING    a call fails, or its       FAILED     ABORT; engines serve what they had
+    LOADING    a call fails, or its       FAILED     ABORT; engines serve their old weights
                client disconnects
-    LOADING    resume, silence, init,     FAILED     the same
+    LOADING    resume, silence, init,     FAILED     ABORT; engines serve their old weights
                shutdown
-    any        update_weights, refused    (as above) the client's broadcast is ended, see below
+    any        update_weights, refused    (as above) the client's broadcast is ended (below)
     FAILED     finish, update_weights     FAILED     refused, with the update's error
     FAILED     start                      STARTED
     DONE       finish                     DONE       the same answer
@@ -29,30 +29,30 @@ the middle of it::
 
 Invariants:
 
-- No update is committed of which a call has failed.
-- A start or init is refused while an update of another client is under way, or a call is at work.
+- If a call of an update fails, the update is never committed.
+- A start or init is refused while another client's update is under way, or a call is carried out.
 - No engine enters a broadcast for tensors that another engine may still refuse.
 
-A client may send an update in several calls. How many is unknown: if its first call lacks tensors,
-the update is armed open, and engines check at the end that none is missing. If the same tensors
-come again, the next one is armed at its first call with the tensors of all calls, which engines
-know already. Then its calls must be the same again. In a client's pause each call is armed by
-itself: a call that differs would leave engines with a part of the weights.
+A client may send an update in any number of calls. If the first call lacks tensors of the model,
+the update is armed open, and engines check at the end that no tensor is missing. If the calls of
+two updates bring the same tensors, the second update is armed at its first call with the tensors of
+all calls, which engines have checked before. Then a call with other tensors fails the update. In a
+client's pause, each call is armed by itself, because a failure would leave engines with a part of
+the weights.
 
-A client enters its broadcast while it sends ``update_weights``, and reads the answer only when the
-broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it
-and discard what comes. Not so:
+A client enters a broadcast while it sends ``update_weights``, and reads the answer only when the
+broadcast has ended. So if the call is refused before any engine has entered the broadcast, all
+engines enter, and discard the tensors (a drain). There is no drain
 
 - for a repeated call of an update that is LOADING, or if another ``update_weights`` was answered
-  while the call waited: it is a repeated one, or another client's, which is in a broadcast of its
-  own, if in any,
-- if engines may have entered the broadcast already, or the client has disconnected; a repeated call
-  after that comes in FAILED, and ends the broadcast; a start closes the transport instead, or its
-  tensors would be those of the old broadcast,
-- for a repeated call whose broadcast was ended before.
+  while the call waited: the client is then in no broadcast, or in that of another call,
+- if engines may have entered the broadcast already, or the client has disconnected. A repeated call
+  after a disconnect finds the update FAILED, and is drained. A start closes the transport instead,
+  because its tensors would be received as those of the old broadcast,
+- for a repeated call that was drained before.
 
-If a broadcast can't be ended, the transport is closed. The answer says so, and so do the answers of
-later calls in FAILED, until another transport is open.
+If a drain fails, the transport is closed. The call's answer says so, and so do the answers of later
+calls in FAILED, until another transport is open.
 """
 
 from __future__ import annotations
@@ -84,11 +84,10 @@ class ClientUpdates:
     """The updates of HTTP clients, one at a time.
 
     Args:
-        session: the membership of the bus.
         takes_pickles: whether pickled CUDA IPC handles are read.
 
     Attributes:
-        label: the client's own name of the weights that were committed last; empty: none.
+        label: the client's own name of the last committed weights; empty: none were committed.
     """
 
     def __init__(self, session: ClientSession, *, takes_pickles: bool = False) -> None:
@@ -96,12 +95,13 @@ class ClientUpdates:
         self._takes_pickles = takes_pickles
         self._session = session
         self._update: HttpUpdate | None = None
-        self._has_finished = False  # the last update; it may be finished again
+        self._has_finished = False  # the last update is done; a repeated finish succeeds
         self._finishing: asyncio.Task[None] | None = None
-        # Over the open communicator: the tensors of the last calls, and whether all were committed.
+        # The tensors of the last update's calls over the open communicator, and the targets whose
+        # last update was committed.
         self._manifests: dict[Target, list[list[TensorMeta]]] = {}
         self._committed: set[Target] = set()
-        self._answered = 0  # how many `update_weights` have been
+        self._answered = 0  # number of `update_weights` that were answered
         self._broadcasts = ClientBroadcasts()
         session.on_undone, session.is_begun = self._on_undone, lambda: self._is_begun
 
@@ -115,11 +115,12 @@ class ClientUpdates:
 
         Raises:
             Conflict: another client's update is under way.
-            UsageError: the sizes don't fit the group, or its engines were not started for this.
+            UsageError: the communicator's size doesn't fit the group, or its engines were started
+                without this backend.
         """
         self._require_own(caller)
         async with self._session.call() as agent:
-            await self._undo(agent, "init_weight_transfer_engine came before its end")
+            await self._undo(agent, "a new transport was opened before finish_weight_update")
             self._discard_manifests()
             await agent.open_native(info)
             if self._update is not None:
@@ -131,9 +132,9 @@ class ClientUpdates:
         self._broadcasts.is_stranded = False
 
     async def close_transport(self) -> None:
-        """Closes the communicator, whoever's it is; undoes an update under way."""
+        """Closes the communicator of any client, and undoes an update under way."""
         async with self._session.call() as agent:
-            await self._undo(agent, "shutdown_weight_transfer_engine came before its end")
+            await self._undo(agent, "the transport was shut down before finish_weight_update")
             self._discard_manifests()
             await agent.close_native()
 
@@ -147,10 +148,10 @@ class ClientUpdates:
     # -- updates ----------------------------------------------------------------------
 
     async def start(self, target: Target, caller: Caller) -> None:
-        """Begins an update. A client that repeats it, or has begun one before and is gone, may.
+        """Begins an update; a repeated call of the same client changes nothing.
 
         Raises:
-            Conflict: another client's update is under way.
+            Conflict: an update of another client is under way, which is still connected.
         """
         update = self._require_own(caller)
         async with self._session.call() as agent:
@@ -171,14 +172,14 @@ class ClientUpdates:
             info: vLLM's ``update_info``.
 
         Raises:
-            Conflict: no update was begun, or it has failed.
-            ManifestRefused: an engine's model doesn't take these tensors; none has entered a
+            Conflict: no update was started, or it has failed.
+            ManifestRefused: an engine's model doesn't take these tensors; no engine has entered a
                 collective.
-            WavebusError: the update has failed. Engines serve what they had.
+            WavebusError: the update has failed. Engines serve their old weights.
         """
         began, answered = self._update, self._answered
         async with self._session.call() as agent:
-            repeats = answered != self._answered  # another call was answered while it waited
+            repeats = answered != self._answered  # another call was answered while this one waited
             try:
                 await self._receive(agent, info, began)
             except Exception as error:
@@ -191,7 +192,7 @@ class ClientUpdates:
     async def _receive(self, agent: GatewayAgent, info: object, began: HttpUpdate | None) -> None:
         update = self._require_update()
         if update is not began or update.repeats(info):
-            raise Conflict(f"{update} has these tensors already")
+            raise Conflict(f"{update} has received these tensors already")
         update.stage, given = HttpStage.LOADING, info
         entered = False
         try:
@@ -204,7 +205,7 @@ class ClientUpdates:
             entered = True
             await agent.receive_native(described)
         except BaseException as error:
-            update.fail(str(error) or "its client disconnected")
+            update.fail(str(error) or "the client disconnected")
             if update.left:
                 error.add_note(update.left)
             if isinstance(error, asyncio.CancelledError) and not entered:
@@ -215,15 +216,15 @@ class ClientUpdates:
         self._manifests[update.target] = update.calls
 
     async def finish(self, label: str) -> None:
-        """Commits the update: all engines serve the new weights when this returns.
+        """Commits the update; returns when all engines serve the new weights.
 
-        It goes on if the client disconnects, and a repeated call gets the same answer.
+        The commit continues if the client disconnects. A repeated call gets the same answer.
 
         Args:
             label: the client's own name of the weights.
 
         Raises:
-            Conflict: no update was begun, or it has failed.
+            Conflict: no update was started, or it has failed.
         """
         if self._finishing is None:
             if self._update is None and self._has_finished:
@@ -231,9 +232,9 @@ class ClientUpdates:
             update = self._require_update()
             if update.stage is HttpStage.STARTED:
                 if self._session.is_loading:
-                    raise Conflict("tensors that came before the last start were not finished")
+                    raise Conflict("an update before the last start_weight_update never finished")
                 if label:
-                    raise Conflict(f"no tensors have come that could be named {label[:80]!r}")
+                    raise Conflict(f"weight_version={label[:80]!r}: this update has no tensors")
                 self._update = None
                 return
             self._finishing = asyncio.create_task(self._commit(update, label))
@@ -243,14 +244,15 @@ class ClientUpdates:
     def _on_finished(self, task: asyncio.Task[None]) -> None:
         self._finishing = None
         if not task.cancelled():
-            task.exception()  # the client that waits gets it
+            task.exception()  # marks the error as seen; the client that waits receives it
 
     async def _commit(self, update: HttpUpdate, label: str) -> None:
         async with self._session.call() as agent:
             try:
-                if len(update.calls) < len(update.planned):
+                came, planned = len(update.calls), len(update.planned)
+                if came < planned:
                     await agent.undo_native()
-                    raise Conflict(f"{len(update.calls)} of {len(update.planned)} calls have come")
+                    raise Conflict(f"only {came} of {planned} calls of update_weights have come")
                 version = await agent.commit_native(label)
             except BaseException as error:
                 update.fail(str(error))
@@ -267,24 +269,24 @@ class ClientUpdates:
     def _require_update(self) -> HttpUpdate:
         update = self._update
         if update is None:
-            raise Conflict("no update is under way: start_weight_update comes first")
+            raise Conflict("no update is under way: call start_weight_update first")
         if update.stage is HttpStage.FAILED:
-            failed = Conflict(f"the update failed, and is not served: {update.error}")
+            failed = Conflict(f"the update failed, and engines don't serve it: {update.error}")
             if update.left:
                 failed.add_note(update.left)
             raise failed
         return update
 
     def _open_update(self) -> HttpUpdate | None:
-        """Returns the update that was begun, and has neither ended nor failed."""
+        """Returns the update under way, if there is one."""
         update = self._update
         return None if update is None or update.stage is HttpStage.FAILED else update
 
     def _require_own(self, caller: Caller) -> HttpUpdate | None:
-        """Returns the update under way, if there is one; it is the caller's, or its client is gone.
+        """Returns the update under way, if any, for a caller that may replace it.
 
         Raises:
-            Conflict: it is another client's, or a call is at work.
+            Conflict: the update is of another connected client, or a call is being carried out.
         """
         update = self._open_update()
         if update is not None:
@@ -294,35 +296,27 @@ class ClientUpdates:
         return update
 
     def require_none(self) -> None:
-        """Checks that no update is under way.
-
-        Raises:
-            Conflict: one is.
-        """
+        """Raises ``Conflict`` if an update is under way."""
         update = self._open_update()
         if update is not None:
             raise Conflict(f"{update} is under way")
 
     def require_no_start(self, caller: Caller) -> None:
-        """Checks that no update is under way, for a call that is a whole update by itself.
+        """Checks that no update is under way, before a call that is a whole update.
 
         Raises:
-            Conflict: one is. If this caller has only begun it, it fails, so that nobody takes it
-                for this call.
+            Conflict: an update is under way. If this caller has only started it, that update
+                fails, so that a later finish does not seem to belong to this call.
         """
         if (update := self._require_own(caller)) is None:
             return
         if not self._is_begun:
             raise Conflict(f"{update} is under way")
-        update.fail("a folder needs no start_weight_update, and no finish_weight_update")
-        raise Conflict(f"{update.error}: send it again, without them")
+        update.fail("weight_dir takes neither start_weight_update nor finish_weight_update")
+        raise Conflict(f"{update.error}: call update_weights again, without them")
 
     def require_not_loading(self) -> None:
-        """Checks that no update has begun on the bus.
-
-        Raises:
-            Conflict: one has.
-        """
+        """Raises ``Conflict`` if an update is under way on the bus."""
         if self._session.is_loading:
             raise Conflict(f"{self._update} is under way")
 

@@ -1,6 +1,6 @@
 """Sends one attempt to an engine over HTTP, and its prompt to a prefill engine.
 
-Answers are checked: an invalid one ends the attempt, and the tokens before it are kept.
+Each part of an answer is checked. An invalid part ends the attempt; earlier tokens are kept.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 GENERATE: Final = "/inference/v1/generate"
 # No connection was made, so the engine has run nothing.
 UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-FAILURES: Final = 5  # in a row, and a request is given up
-# Finish reasons with which an engine interrupts a request ("": it gave none). Any other one is the
-# request's own end.
+FAILURES: Final = 5  # failures in a row after which a request fails
+# Finish reasons with which an engine interrupts a request ("": none was given). Any other finish
+# reason ends the request.
 INTERRUPTED: Final = ("", "abort", "error")
 _SHOWN: Final = 300
-_MODELS_KEPT: Final = 1024  # clients choose the names
-# How much of an answer is decoded at once, which takes thrice the memory: some 20 tokens. The rest
-# of an answer that comes faster than its caller takes it waits as bytes.
+_MODELS_KEPT: Final = 1024  # bounded, because clients choose the names
+# How many bytes of an answer are decoded at once: some 20 tokens. Decoding triples the memory, so
+# the rest of an answer for a slow caller waits as bytes.
 _READ_BYTES: Final = 1 << 12
 _MAX_ERROR_BYTES: Final = 1 << 16
-_MAX_ANSWER_BYTES: Final = 1 << 26  # of a prompt with images, for example
+_MAX_ANSWER_BYTES: Final = 1 << 26  # a rendered prompt with images is long
 _REDIRECT: Final = range(300, 400)
 _BAD_REQUEST: Final = range(400, 500)
 _NOT_FOUND: Final = 404
-_OF_BODY: Final = "body."  # vLLM names fields of malformed bodies so, and not in its text
+_OF_BODY: Final = "body."  # vLLM's prefix of the field of a malformed body, missing in its text
 _LATER: Final = (408, 429, 503)
 
 How: TypeAlias = Literal[
     "rejected", "unreachable", "died", "broken", "stalled", "unfetched", "unknown"
 ]
-# Makes vLLM's prefill engine keep keys and values until a decode engine has fetched them.
+# Makes a prefill engine of vLLM keep keys and values until a decode engine has fetched them.
 _HAND_OVER: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -69,9 +69,9 @@ class UnknownModel(UsageError):
 
 
 class RefusedModels:
-    """Remembers which engines refused which model, so that requests for it go to others.
+    """Records which engines refused which model, so that requests for it go to other engines.
 
-    An engine that has restarted lacks the LoRA adapters that others have.
+    For example, an engine that has restarted lacks the LoRA adapters of other engines.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class RefusedModels:
         return frozenset(refused_by if both.issuperset(engines) else both)
 
     def clear(self) -> None:
-        """Forgets all: engines may have got adapters."""
+        """Discards all refusals, because engines may have got adapters."""
         self._engines.clear()
 
     def cut(
@@ -109,8 +109,8 @@ class RefusedModels:
             engines: all engines that could be asked.
 
         Returns:
-            ``error`` if it is another one, or if all engines refused the model. Else a Cut:
-            ``unknown``; or, if the engine was asked again because others failed, ``broken``.
+            ``error`` itself if it is no refusal of a model, or if all engines refused the model.
+            Otherwise a Cut ``unknown``, or ``broken`` if this engine had refused the model before.
         """
         model = _model_of(body)
         if not (model and isinstance(error, UnknownModel)):
@@ -134,9 +134,9 @@ class PieceSpan(msgspec.Struct, frozen=True):
     """The version of the weights that sampled some tokens of a choice.
 
     Attributes:
-        version: the version; None: the engine does not know it.
+        version: the version; None: unknown to the engine.
         start: the index of the first of these tokens in the attempt.
-        end: the index after the last one.
+        end: the index after the last of these tokens.
     """
 
     version: str | int | None
@@ -154,17 +154,17 @@ class LogProb(msgspec.Struct, frozen=True):
 
     Attributes:
         logprob: the log-probability.
-        top_logprobs: the JSON of the likeliest tokens in its place.
+        top_logprobs: the JSON of the likeliest tokens at this position.
     """
 
     logprob: float
     top_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
 
     def likeliest(self) -> dict[int, float]:
-        """Returns the log-probabilities of the likeliest tokens in its place.
+        """Returns the log-probabilities of the likeliest tokens at this position.
 
         Raises:
-            Cut: they are malformed.
+            Cut: the JSON is malformed.
         """
         try:
             return {each.token_id: each.logprob for each in _TOP.decode(self.top_logprobs)}
@@ -182,7 +182,7 @@ class Piece(msgspec.Struct, frozen=True):
     Attributes:
         index: the index of the choice in the request.
         token_ids: new tokens.
-        finish_reason: why the choice has ended; None: it has not.
+        finish_reason: why the choice has ended; None: the choice has not ended.
         stop_reason: the token or string that ended the choice.
         logprobs: the log-probabilities of the new tokens.
         weight_versions: which versions sampled the attempt's tokens so far.
@@ -241,7 +241,7 @@ async def pieces(
                 raise end
             if end:
                 return
-    raise Cut("died", "the answer ends in the middle")
+    raise Cut("died", "the answer broke off")
 
 
 async def prefill(
@@ -261,7 +261,7 @@ async def prefill(
         UsageError: as :func:`pieces`.
         Cut: as :func:`pieces`.
     """
-    sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that is not used
+    sampling = {"max_tokens": 1, "temperature": 0.0}  # this token is not used
     asked = {"sampling_params": sampling, "stream": False, "kv_transfer_params": _HAND_OVER}
     async with _posted(session, endpoint, {**body, **asked}) as response:
         raw = await read_bounded(response)
@@ -269,8 +269,8 @@ async def prefill(
         params = _HANDED_OVER.decode(raw).kv_transfer_params
     except (msgspec.DecodeError, RecursionError) as error:
         raise Cut("broken", str(error)[:_SHOWN]) from None
-    if not params:  # a pause ended the request, or the engine has no connector
-        raise Cut("rejected", "the answer has no keys and values to hand over")
+    if not params:  # a pause ended the request, or the engine has no KV connector
+        raise Cut("rejected", "the prefill engine's answer has no kv_transfer_params")
     return params
 
 
@@ -278,7 +278,7 @@ async def prefill(
 async def _posted(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
-    """Posts a request, and yields the response; ``Cut`` if the connection fails at any time."""
+    """Posts a request, and yields the response; raises ``Cut`` if the connection fails."""
     sent = False
     try:
         async with session.post(
@@ -296,11 +296,11 @@ async def _posted(
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Cut("died", f"{type(error).__name__}: {error}") from None
     except TimeoutError:
-        raise Cut("died" if sent else "unreachable", "no answer") from None
+        raise Cut("died" if sent else "unreachable", "the engine did not answer in time") from None
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """Returns the pieces in some bytes, and whether the stream ends, or its error."""
+    """Returns the pieces in ``chunk``, and True at the stream's end, or its error."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):
@@ -316,11 +316,7 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
 
 
 def encode(body: Any) -> bytes:
-    """Returns a request's body as JSON.
-
-    Raises:
-        UsageError: it can't be written so.
-    """
+    """Returns a request's body as JSON; raises ``UsageError`` if that is impossible."""
     try:
         return _ENCODER.encode(body)
     except (TypeError, RecursionError) as error:
@@ -328,7 +324,7 @@ def encode(body: Any) -> bytes:
 
 
 async def read_bounded(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the body of an engine's answer; that of an error up to 64 KiB.
+    """Returns the body of an engine's answer; of an error, the first 64 KiB.
 
     Raises:
         Cut: the body is longer than 64 MiB.
@@ -341,7 +337,7 @@ async def read_bounded(response: aiohttp.ClientResponse) -> bytes:
             response.close()
             return bytes(raw[:_MAX_ERROR_BYTES])
         if len(raw) > _MAX_ANSWER_BYTES:
-            raise Cut("broken", f"an answer of more than {_MAX_ANSWER_BYTES >> 20} MiB")
+            raise Cut("broken", f"the answer is longer than {_MAX_ANSWER_BYTES >> 20} MiB")
     return bytes(raw)
 
 
@@ -366,12 +362,12 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
         kind = UnknownModel if status == _NOT_FOUND or field == "model" else UsageError
         return kind(f"the engine refuses the request: {text}")
     if status in _REDIRECT:
-        return Cut("broken", f"{status}: redirects are not followed")
+        return Cut("broken", f"the engine answered {status}, and redirects are not followed")
     return Cut("died", f"{status}: {text}")
 
 
 def _failed(error: Any) -> Exception:
-    """Returns the error for an error event: vLLM may refuse a request in its stream."""
+    """Returns the error for an error event in a stream; vLLM also refuses requests so."""
     if is_rejected({"error": error}):
         return Cut("rejected", "the engine accepts no requests")
     if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:

@@ -1,11 +1,11 @@
 """Turns chat messages into a prompt, and tokens into messages.
 
-Engines do both with vLLM's render and derender routes, with the template and the parsers that they
-were started with. If they have no such routes (embedded engines, vLLM without a tokenizer), the
-client's tokenizer renders and decodes; tool calls and reasoning are then not parsed.
+Engines do both with vLLM's render and derender routes, with their own template and parsers. If
+engines lack these routes (embedded engines, vLLM without a tokenizer), the client's tokenizer
+renders and decodes; tool calls and reasoning are then not parsed.
 
-vLLM's chat leaves out the token that ended an answer. Its derender route did not before vLLM 0.33,
-so engines do not get that token.
+vLLM's chat leaves out the token that ended an answer, but before vLLM 0.33 the derender route does
+not. So the client leaves this token out of the requests to that route.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _ROUTE: Final = "/v1/chat/completions"
 _TEXT_ROUTE: Final = "/v1/completions"
 _OK: Final = 200
-_DEADLY: Final = 2  # engines may die of one request
+_DEADLY: Final = 2  # number of engines that may die of one request
 # Options of a tokenizer's method ``apply_chat_template``, not of the template.
 _OWN_OPTIONS: Final = frozenset(
     (
@@ -50,8 +50,8 @@ _OWN_OPTIONS: Final = frozenset(
         "return_assistant_tokens_mask",
     )
 )
-_CLOSED: Final = (403, 405, 501)  # the route exists, but is disabled
-# Fields of the rendered request that the request for tokens takes over.
+_CLOSED: Final = (403, 405, 501)  # statuses of a route that exists, but is disabled
+# Fields of the rendered request that are copied to the request for tokens.
 _HANDED_ON: Final = (
     *("model", "features", "reasoning_ended", "reasoning_parser_kwargs"),
     *("cache_salt", "priority"),
@@ -67,13 +67,14 @@ async def ask_any(
     place: tuple[str | None, str] | None = None,
     kind: Any = Any,
 ) -> Any:
-    """Requests JSON from a routable engine, and from another one if that fails.
+    """Requests JSON from a routable engine, and from another engine after a failure.
 
     Args:
         body: the JSON to POST. Default: a GET.
-        avoid: names of engines to ask only if there are no others; those that fail are added.
-        place: the session and the client of a request that computes on the engine. It waits for its
-            turn, and two engines at most may fail it.
+        avoid: names of engines to ask only if there are no others; engines that fail are added.
+        place: (session, client) of a request that occupies a slot of the engine. Such a request
+            waits for its turn, and is given up when two engines have failed.
+        kind: the type to decode the answer to.
 
     Returns:
         The answer; None if engines have no such route.
@@ -91,7 +92,7 @@ async def ask_any(
     timeout = aiohttp.ClientTimeout(pool.stall_s, sock_connect=http.timeout.sock_connect)
     while True:
         tried = pool.refused_models.avoiding(avoid, body, pool.router.samplers)
-        load = None if place else pool.router.pick(None, 0, pool.now_s(), tried)
+        load = None if place else pool.router.least_loaded(pool.now_s(), tried)
         session, client = place or (None, "")
         load = load or await pool.acquire(session, sequences, tried, client)
         url = load.route.endpoint + path
@@ -132,7 +133,7 @@ async def ask_any(
         elif cut.how != "unknown":
             failures += 1
         if failures == most:
-            raise RolloutFailed(f"{most} engines failed; the last, at {url}: {cut}")
+            raise RolloutFailed(f"{most} engines failed; the last one, at {url}: {cut}")
 
 
 class ChatClient:
@@ -149,7 +150,7 @@ class ChatClient:
         return list(self._pool.router.engines)
 
     async def most_tokens(self) -> int:
-        """Returns how many tokens the engines' model takes; 0 if they do not report it.
+        """Returns how many tokens the model takes; 0 if engines do not report that.
 
         Raises:
             NoEngine: no engine is available.
@@ -168,22 +169,24 @@ class ChatClient:
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> ChatCompletion:
-        """Generates the next message of a conversation; raises the errors of ``generate`` too.
+        """Generates the next message of a conversation.
 
         Args:
             messages: the conversation, as in OpenAI's API.
             tools: the tools, as in OpenAI's API.
-            sampling_params: as ``generate``.
-            session_id: as ``generate``.
-            client_id: as ``generate``.
-            on_inexact: as ``generate``.
+            sampling_params: as in ``generate``.
+            session_id: as in ``generate``.
+            client_id: as in ``generate``.
+            on_inexact: as in ``generate``.
             extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
 
         Returns:
             The completion, with the message of each choice.
 
         Raises:
-            UsageError: also if neither the engines nor the client's tokenizer render messages.
+            UsageError: as in ``generate``; also if neither the engines nor the client's tokenizer
+                render messages.
+            NoEngine, RequestPoisoned, RolloutFailed: as in ``generate``.
         """
         chat = self.make_chat(messages, tools=tools, **extra)
         prompt, params, fields = await chat.render(sampling_params)
@@ -195,51 +198,52 @@ class ChatClient:
             on_inexact=on_inexact,
             **fields,
         )
-        answers = await chat.messages(done)
+        answers, _ = await chat.named_messages(done)
         return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
 
     def make_chat(self, messages: Any, **fields: Any) -> Chat:
-        """Makes one turn of a conversation; ``fields`` are the others of vLLM's chat request."""
+        """Makes one turn of a conversation; ``fields`` are other fields of vLLM's chat request."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields}, self.most_tokens)
 
     async def ask(self, path: str, body: Any = None, avoid: set[str] | None = None) -> Any:
-        """Requests JSON from a routable engine, and from another one if that fails.
-
-        Arguments, result and errors are those of :func:`ask_any`.
-        """
+        """Requests JSON from a routable engine; arguments and errors as :func:`ask_any`."""
         return await ask_any(self._pool, self._session(), path, body, avoid)
 
     async def ask_placed(
         self, path: str, body: Any, place: tuple[str | None, str], kind: Any
     ) -> Any:
-        """Requests JSON as :meth:`ask` does, when it is the turn of a session and a client."""
+        """Requests JSON as :func:`ask_any`, after waiting for a turn and a slot."""
         return await ask_any(self._pool, self._session(), path, body, None, place, kind)
 
     def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
-        """Ends requests of this client with the tokens that they have, and returns how many.
+        """Ends requests of this client; their choices keep their tokens, and end with ``abort``.
 
-        Their choices get the ``finish_reason`` ``abort``. An engine's own abort ends no request.
+        An abort by an engine ends no request: the request continues elsewhere.
 
         Args:
-            request_ids: the ids that :meth:`RolloutClient.generate` was given; None: all requests.
+            request_ids: the ids that were passed to :meth:`RolloutClient.generate`; None: all
+                requests.
+
+        Returns:
+            How many requests were ended.
         """
         return self._pool.abort(request_ids)
 
     async def ask_each(
         self, path: str, body: Mapping[str, str] | None = None, timeout_s: float = ANSWER_S
     ) -> dict[str, bytes]:
-        """Returns the answers of all routable engines, as :func:`ask_each`."""
+        """Returns the bodies of all routable engines' answers, as :func:`ask_each`."""
         return await ask_each(self._pool, self._session(), path, body, timeout_s)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            raise BusClosed("connect() first, or use `async with`")
+            raise BusClosed("the client is not connected: call connect(), or use `async with`")
         self._pool.require_process()
         return self._http
 
 
 class Chat:
-    """One turn of a conversation: renders its messages, and makes the new ones.
+    """One turn of a conversation: renders the prompt, and parses the answer.
 
     Args:
         ask: requests JSON from an engine's route.
@@ -247,8 +251,8 @@ class Chat:
         most_tokens: returns how many tokens the engines' model takes.
 
     Attributes:
-        has_parts: whether the text of an answer is a message in parts. Otherwise a part of the text
-            may be a tool call, and the message is known when the answer has ended.
+        has_parts: whether a stream may send the text of an answer in parts. Otherwise the text may
+            turn out to be a tool call, and the message is known only at the end.
         is_parsed: whether engines look for reasoning or tool calls.
         is_decoded_here: whether the client's tokenizer decodes the answer.
     """
@@ -264,7 +268,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._request = {name: value for name, value in request.items() if value is not None}
         self._most_tokens = most_tokens
-        self._failed: set[str] = set()  # engines that are asked last from now on
+        self._failed: set[str] = set()  # engines that failed, and are asked last
         self.is_parsed = False
         self._keeps_stop = False
         self.has_parts = True
@@ -281,9 +285,7 @@ class Chat:
             RolloutFailed: as :func:`ask_any`.
         """
         decodes = self._tokenizer is not None
-        make_request(  # bad ones are refused before an engine is asked
-            [0], sampling_params, session_id=None, on_inexact="restart", decodes=decodes, extra={}
-        )
+        make_request([0], sampling_params, decodes=decodes)  # checks before an engine is asked
         params = dict(plain_params(sampling_params))
         self._keeps_stop = bool(params.get("include_stop_str_in_output"))
         rendered = await self._ask(f"{_ROUTE}/render", self._request, self._failed)
@@ -292,7 +294,7 @@ class Chat:
         added = rendered["sampling_params"]
         if params.get("max_tokens") is None:
             params["max_tokens"] = added.get("max_tokens")
-        if grammar := added.get("structured_outputs"):  # of a tool that must be called, say
+        if grammar := added.get("structured_outputs"):  # of a required tool call, for example
             given = {n: v for n, v in grammar.items() if v is not None and n[0] != "_"}
             params.setdefault("structured_outputs", given)
         choice = self._request.get("tool_choice")
@@ -316,9 +318,9 @@ class Chat:
                 "tokenizer with a chat template"
             )
         messages, tools = flat_messages(request.pop("messages")), request.pop("tools", None)
-        options = dict(request.pop("chat_template_kwargs", {}))  # a copy: it is the caller's
+        options = dict(request.pop("chat_template_kwargs", {}))  # a copy of the caller's dict
         if bad := _OWN_OPTIONS & options.keys():
-            raise UsageError(f"chat_template_kwargs.{min(bad)}: is not for the template")
+            raise UsageError(f"chat_template_kwargs.{min(bad)}: is not a variable of templates")
         wanted = request.pop("response_format", {"type": "text"})
         if (grammar := structured_outputs(wanted)) is not None:
             params.setdefault("structured_outputs", grammar)
@@ -326,12 +328,12 @@ class Chat:
             if name in request:
                 options[name] = request.pop(name)
         extra: dict[str, Any] = {n: request.pop(n) for n in _HANDED_ON if n in request}
-        if request.get("tool_choice") == "none":  # nobody looks for calls
+        if request.get("tool_choice") == "none":  # tool calls need no parser then
             del request["tool_choice"]
         elif tools:
             request.setdefault("tool_choice", "auto")
         if unknown := request.keys():
-            raise UsageError(f"{min(unknown)}: needs engines that render messages")
+            raise UsageError(f"{min(unknown)}: needs engines with vLLM's render route")
         options = {"add_generation_prompt": True, **options, "return_dict": False}
         most = await self._most_tokens()
 
@@ -345,26 +347,19 @@ class Chat:
             return await in_thread(render), params, extra
         except UsageError:
             raise
-        except Exception as error:  # noqa: BLE001 - a template raises what it likes
-            raise UsageError(f"messages: the chat template refuses them: {error}") from None
-
-    async def messages(self, done: Completion) -> tuple[dict[str, Any], ...]:
-        """Returns the message of each choice: ``role``, ``content``, and the parsers' results.
-
-        Raises the errors of :func:`ask_any`.
-        """
-        messages, _ = await self.named_messages(done)
-        return messages
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            raise UsageError(f"messages: the chat template fails for them: {error}") from None
 
     async def named_messages(
         self, done: Completion
     ) -> tuple[tuple[dict[str, Any], ...], dict[int, list[dict[str, Any]]]]:
-        """Returns the messages, and the names of the tokens that have log-probabilities.
+        """Makes the messages of an answer; errors as :func:`ask_any`.
 
-        The names are those of engines, by the choice's index. Arguments and errors are those of
-        :meth:`messages`.
+        Returns:
+            The message of each choice (``role``, ``content``, and what parsers found); and by the
+            choice's index, the engine's names of the tokens that have log-probabilities.
         """
-        texts = {c.index: self.text_tokens(c.token_ids, c) for c in done.choices}
+        texts = {c.index: self._text_tokens(c) for c in done.choices}
         choices: list[dict[str, Any]] = [
             {
                 "index": c.index,
@@ -384,46 +379,42 @@ class Chat:
             found = await self.derender(_ROUTE, body)
         else:
             found = await self.derender(_TEXT_ROUTE, {"generate_responses": [answer]})
-        # The route for texts numbers the choices by their order.
+        # The derender route of completions numbers the choices by their order.
         parsed = {c["index"]: each for c, each in zip(choices, found["choices"], strict=True)}
         messages = tuple(self._message(choice, parsed.get(choice.index)) for choice in done.choices)
         return messages, {index: named for index, c in parsed.items() if (named := _names(c))}
 
     async def derender(self, route: str, body: dict[str, Any]) -> Any:
-        """Returns an engine's answer to tokens that become text.
-
-        Raises:
-            UsageError: as :func:`ask_any`.
-            NoEngine: as :func:`ask_any`.
-            RolloutFailed: as :func:`ask_any`.
-        """
+        """Has an engine turn tokens into text; errors as :func:`ask_any`."""
         if "model" in self._request:
             body = {**body, "model": self._request["model"]}
         found = await self._ask(f"{route}/derender", body, self._failed)
         if found is None:
-            raise RolloutFailed("no engine has a route any more that makes messages of tokens")
+            raise RolloutFailed(f"no engine has the route {route}/derender any more")
         return found
 
-    def text_tokens(self, tokens: Sequence[int], ended: Choice | TokenDelta) -> Sequence[int]:
-        """Returns the last tokens of a choice, without the token that ended it."""
-        by_string = isinstance(getattr(ended, "stop_reason", None), str)
-        is_kept = self._keeps_stop or by_string or ended.finish_reason != "stop"
-        return tokens if is_kept else tokens[:-1]
+    def _text_tokens(self, part: Choice | TokenDelta) -> Sequence[int]:
+        """Returns the tokens of a choice, without the token that ended the choice."""
+        by_string = isinstance(getattr(part, "stop_reason", None), str)
+        is_kept = self._keeps_stop or by_string or part.finish_reason != "stop"
+        return part.token_ids if is_kept else part.token_ids[:-1]
 
     async def derender_part(
-        self, prompt: Sequence[int], state: Any, tokens: Sequence[int], delta: TokenDelta
+        self, prompt: Sequence[int], state: Any, delta: TokenDelta
     ) -> tuple[Any, Any, list[dict[str, Any]] | None]:
-        """Returns what new tokens add to a message, the next state, and the tokens' names, or None.
+        """Has an engine turn new tokens of a stream into a part of the message.
 
         Args:
-            state: the state after the tokens before; None at the beginning.
-            delta: the same tokens, with their log-probabilities, and whether the choice has ended.
+            state: the state that the last call returned; None for the first call.
+
+        Returns:
+            The part of the message, the next state, and the tokens' names, or None.
 
         Raises:
             WavebusError: as :meth:`derender`.
-            LookupError, TypeError, ValueError: the engine does not know such requests.
+            LookupError, TypeError, ValueError: the engine's vLLM can't derender a stream.
         """
-        choice = {"index": 0, "token_ids": self.text_tokens(tokens, delta)}
+        choice = {"index": 0, "token_ids": self._text_tokens(delta)}
         choice |= {
             "logprobs": logprobs_of(delta),
             "finish_reason": delta.finish_reason and "length",
@@ -439,7 +430,7 @@ class Chat:
         return made.get("delta") or {"content": made["text"]}, found["stream_state"], _names(made)
 
     def _message(self, choice: Choice, parsed: dict[str, Any] | None) -> dict[str, Any]:
-        """Returns a choice's message, which ends where the choice's text does."""
+        """Returns a choice's message, cut off where the choice's text ends."""
         text = choice.text or ""
         if parsed is None:
             return _plain(text)
@@ -460,7 +451,7 @@ def _plain(text: str) -> dict[str, Any]:
 
 
 def logprobs_of(part: Choice | TokenDelta) -> dict[str, Any] | None:
-    """Returns log-probabilities as vLLM's own route does."""
+    """Returns log-probabilities in the form of vLLM's ``/inference/v1/generate``."""
     if part.logprobs is None:
         return None
     tops: Sequence[Mapping[int, float]] = part.top_logprobs or [{}] * len(part.logprobs)
@@ -476,7 +467,7 @@ def logprobs_of(part: Choice | TokenDelta) -> dict[str, Any] | None:
 
 
 def _names(choice: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Returns the named log-probabilities of an engine's answer in the form of chat, or None."""
+    """Returns the log-probabilities of an engine's answer in the form of OpenAI's chat, or None."""
     found = choice.get("logprobs") or {}
     if "tokens" not in found:
         return found.get("content") or None

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trainer_agent._rollouts.request import RolloutRequest
 
 
-_CHARACTER: Final = 4  # tokens that one character may have: bytes of UTF-8
+_CHARACTER: Final = 4  # the most tokens of one character, which has up to 4 bytes in UTF-8
 _PENDING: Final = 3 * _CHARACTER
 _INVALID: Final = "\N{REPLACEMENT CHARACTER}"
-# The pauses between the beginnings of brief attempts, such as those at an engine that ends each one
-# after a token.
+# Delays between the starts of brief attempts, for example at an engine that ends each attempt after
+# one token.
 _PAUSE_S: Final = 0.0125
 _LONGEST_PAUSE_S: Final = 1.0
 _DOUBLINGS: Final = 10
@@ -52,6 +52,9 @@ class ChoiceState:
         next_s: when the next attempt may begin, in seconds.
         length: the most tokens that prompt and output may have together.
         done: whether the choice is complete.
+        attempts: the number of attempts that have ended.
+        gained: the number of tokens that the last attempt has added.
+        has_ended: whether the current attempt has ended, by the engine or a stop string.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class ChoiceState:
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        self.failures = 0  # attempts in a row that failed without a token
+        self.failures = 0
         self.restarts = 0
         self.next_s = 0.0
         self.done = False
@@ -74,7 +77,7 @@ class ChoiceState:
         self.length = len(request.prompt) + (self._budget or 0)
         self._brief = 0  # attempts in a row that were brief
         self._logprobs: list[float] = []
-        self._tops: list[dict[int, float]] | None = [] if request.params.logprobs else None
+        self._tops: list[dict[int, float]] = []
         self._spans: list[Span] = []
         self._attempts: list[Attempt] = []
         self._inexact: list[str] = []
@@ -87,30 +90,23 @@ class ChoiceState:
 
     @property
     def attempts(self) -> int:
-        """The number of attempts that have ended."""
         return len(self._attempts)
 
     @property
     def gained(self) -> int:
-        """The number of tokens that the last attempt has added."""
         return self._attempts[-1].tokens
 
     @property
     def has_ended(self) -> bool:
-        """Whether the current attempt has ended, by the engine or a stop string."""
         return bool(self._finish)
 
     def begin_attempt(self, limits: RequestLimits) -> RequestLimits:
-        """Begins an attempt; returns its limits.
-
-        Args:
-            limits: the limits of the attempt's engine.
-        """
+        """Begins an attempt on an engine with ``limits``; returns the limits of the attempt."""
         self._vocab_size = limits.vocab_size
         return replace(limits, max_model_len=self.length)
 
     def pace(self, begun_s: float, ended_s: float) -> None:
-        """Delays the next attempt if this one was brief, and more after each brief one."""
+        """Delays the next attempt if the last attempts were brief; the delay doubles each time."""
         self._brief = self._brief + 1 if ended_s - begun_s < _LONGEST_PAUSE_S else 0
         if self._brief > 1:
             pause_s = _PAUSE_S * 2.0 ** min(self._brief, _DOUBLINGS)
@@ -132,19 +128,19 @@ class ChoiceState:
         fresh = piece.token_ids or []
         if self._finish:
             if self._finish == "stop" and isinstance(self._stop, str):
-                return None  # the engine does not know the stop strings
-            raise Cut("broken", "more tokens after the end")
+                return None  # stop strings are not sent to the engine, so it generates on
+            raise Cut("broken", "the answer goes on after its end")
         if fresh and self._vocab_size and not 0 <= min(fresh) <= max(fresh) < self._vocab_size:
-            raise Cut("broken", f"tokens {fresh[:8]} of a vocabulary of {self._vocab_size}")
+            raise Cut("broken", f"tokens {fresh[:8]} exceed a vocabulary of {self._vocab_size}")
         if self._budget is not None and len(self.token_ids) + len(fresh) > self._budget:
-            raise Cut("broken", f"more than {self._budget} tokens")
+            raise Cut("broken", f"the answer has more than {self._budget} tokens")
         logprobs = tops = None
         if self._request.params.logprobs is not None:
             content = piece.logprobs.content if piece.logprobs else []
             logprobs = [each.logprob for each in content]
             if len(logprobs) != len(fresh):
-                raise Cut("broken", f"{len(logprobs)} log-probabilities of {len(fresh)} tokens")
-            if self._tops is not None:
+                raise Cut("broken", f"{len(logprobs)} log-probabilities for {len(fresh)} tokens")
+            if self._request.params.logprobs:
                 tops = [each.likeliest() for each in content]
                 self._tops += tops
         if piece.weight_versions:
@@ -176,7 +172,8 @@ class ChoiceState:
 
         Args:
             engine: the engine's name.
-            cut: why the attempt ended early, as in :attr:`Attempt.ended_by`; empty: it did not.
+            cut: why the attempt ended early, as in :attr:`Attempt.ended_by`; empty: the answer was
+                complete.
 
         Raises:
             Cut: the answer has ended without a finish reason.
@@ -205,7 +202,7 @@ class ChoiceState:
         elif ended_by not in ("abort", "rejected", "unreachable", "unknown") and not tokens:
             self.failures += 1
         if not self.done and not ended_by:
-            raise Cut("broken", f"the answer ends without choice {self.index}'s end")
+            raise Cut("broken", f"the answer has no finish reason for choice {self.index}")
 
     def mark_inexact(self, reasons: Sequence[str]) -> None:
         """Records why tokens from now on may differ from those of an uninterrupted answer."""
@@ -216,15 +213,14 @@ class ChoiceState:
         self.restarts += 1
         self.token_ids.clear()
         self._logprobs.clear()
-        if self._tops is not None:
-            self._tops.clear()
+        self._tops.clear()
         self._spans.clear()
         self._begun = 0
         if self._tokenizer is not None and self._stop_search is not None:
             self._stop_search = _StopSearch(self._tokenizer)
 
     def result(self) -> Choice:
-        """Returns the choice; one that is not done was aborted."""
+        """Returns the choice; its finish reason is ``abort`` if the choice is not done."""
         text = None
         if self._tokenizer is not None:
             text = self._tokenizer.decode(self.token_ids[: self._end_of_text()])
@@ -242,31 +238,33 @@ class ChoiceState:
             tuple(self._spans),
             tuple(self._attempts),
             tuple(self._inexact),
-            tuple(self._tops) if self._tops is not None else None,
+            tuple(self._tops) if self._request.params.logprobs else None,
         )
 
     def _end_of_text(self) -> int | None:
-        """Returns where the tokens of the text end: before the token that stopped the answer."""
+        """Returns where the text's tokens end: before a token that ended the answer."""
         kept = isinstance(self._stop, str) or self._request.params.include_stop_str_in_output
         return -1 if self._finish == "stop" and not kept else None
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """Returns the new tokens up to the end of a stop string; drops later ones."""
+        """Returns the new tokens up to the end of a stop string; drops later tokens."""
         first = len(self.token_ids) - len(fresh)
         kept = self._add_to_search(fresh, first)
         if kept:
             del self.token_ids[kept:]
             del self._logprobs[kept:]
-            if self._tops is not None:
-                del self._tops[kept:]
+            del self._tops[kept:]
             return fresh[: kept - first]
         return fresh
 
     def _add_to_search(self, tokens: list[int], first: int) -> int:
-        """Adds tokens, of which the answer has ``first`` before them, to the search.
+        """Adds tokens to the search; bisects for the token that completes a match.
+
+        Args:
+            first: how many tokens the answer has before ``tokens``.
 
         Returns:
-            How many tokens the answer has up to the end of a stop string; 0 if there is none.
+            How many tokens the answer has up to the end of a stop string; 0: no stop string.
         """
         assert self._stop_search is not None
         search = copy.copy(self._stop_search)
@@ -298,7 +296,7 @@ class GrowingText:
         self._read = 0  # tokens of the window whose text was returned
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Returns the text that tokens add, except for an incomplete character at their end."""
+        """Adds tokens; returns their text, except for an incomplete character at the end."""
         self._window += tuple(tokens)
         text, end = self._tokenizer.decode(self._window), len(self._window)
         if text.endswith(_INVALID):
@@ -311,7 +309,7 @@ class GrowingText:
         return text[len(before) :]
 
     def _complete(self, text: str) -> tuple[str, int]:
-        """Returns the text up to a token that ends a character, and the number of tokens.
+        """Returns the text up to the last whole character, and its number of tokens.
 
         Args:
             text: the text of the window. The character at its end may be incomplete.
@@ -323,8 +321,8 @@ class GrowingText:
                 return head, end
         if size - self._read < _PENDING:
             return "", self._read
-        # These bytes are no characters. What comes later can't change the text of those before the
-        # last four.
+        # These bytes are not valid UTF-8. Later tokens can't change the text of any but the last
+        # four.
         for end in range(size - _CHARACTER, size - 2 * _CHARACTER, -1):
             head = self._tokenizer.decode(self._window[:end])
             if text.startswith(head):
@@ -333,16 +331,18 @@ class GrowingText:
 
 
 class _StopSearch(GrowingText):
-    """Finds stop strings in growing text, even if attempts split them; a copy grows alone."""
+    """Finds stop strings in growing text, even across attempts. ``copy.copy`` gives a snapshot."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self._tail = ""
 
     def search(self, tokens: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
-        """Adds tokens to the text; returns the first stop string that they complete, or "".
+        """Adds tokens to the text, and searches for stop strings that these complete.
 
-        Also returns how many characters the text has from the start of that stop string on.
+        Returns:
+            The first stop string, or ""; and the number of characters from its start to the end of
+            the text.
         """
         seen, before = self._tail + self.add(tokens), len(self._tail)
         longest = max(map(len, stops))
@@ -354,17 +354,14 @@ class _StopSearch(GrowingText):
 
 def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
     """Raises ``Cut`` unless spans are contiguous, from 0 to ``tokens``."""
-    at = 0
-    for span in spans:
-        if span.start != at or span.end < at:
-            raise Cut("broken", f"spans {spans!r:.200} of {tokens} tokens")
-        at = span.end
-    if at != tokens:
-        raise Cut("broken", f"spans up to {at} of {tokens} tokens")
+    starts = [*(span.start for span in spans), tokens]
+    ends = [0, *(span.end for span in spans)]
+    if starts != ends or ends != sorted(ends):
+        raise Cut("broken", f"the versions of {tokens} tokens are malformed: {spans!r:.200}")
 
 
 @lru_cache(maxsize=64)
 def _number(label: str | int | None) -> int | None:
-    """Returns a label's version; 0 for foreign labels, such as ``default``; None without label."""
+    """Returns the version in an engine's label; 0 for other labels, such as vLLM's ``default``."""
     text = str(label)
     return int(text) if text.isdecimal() else None if label is None else 0

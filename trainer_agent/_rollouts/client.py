@@ -51,7 +51,7 @@ T = TypeVar("T")
 # are closed before the server does (vLLM: after 5 s).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
-# How much of an answer may wait here if its caller is slow; the rest waits in the engine.
+# Buffers for an answer whose caller is slow; the rest of the answer waits in the engine.
 _UNREAD_BYTES: Final = 1 << 14
 _UNREAD_IN_KERNEL_BYTES: Final = 1 << 17
 
@@ -66,12 +66,12 @@ class RolloutClient(ChatClient):
             print(done.choices[0].token_ids, done.choices[0].spans)
 
     An interrupted request continues after its last token, on another routable engine if necessary.
-    Requests wait while no engine is routable. While the broker is gone, its last routes are used.
+    Requests wait while no engine is routable. While the broker is gone, the last routes are used.
 
     Args:
         broker: the broker's address.
         group: the group of engines.
-        name: this client's name on the bus. Default: made of host, pid, and a random part.
+        name: this client's name on the bus. Default: host, pid, and a random part.
         tokenizer: decodes tokens into text; needed for stop strings.
         stall_s: how long a running engine may take for the next token, in seconds. After that the
             request moves to another engine.
@@ -169,14 +169,14 @@ class RolloutClient(ChatClient):
             prompt_token_ids: the prompt.
             sampling_params: see :class:`~trainer_agent._rollouts.request.SamplingParameters`.
             session_id: requests of one session go to the same engine, whose cache has their prefix.
-            client_id: on whose behalf you ask. While requests wait for engines, clients take turns.
+            client_id: the client on whose behalf you ask; waiting clients take turns.
             request_id: your own id of the request, for :meth:`abort_requests`.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
-            on_delta: called with new tokens as they come, as :meth:`stream` yields them.
-            on_deltas: awaited with all tokens that have come at once. Meanwhile no more of the
-                engine's answer is read: a slow caller's tokens wait in the engine.
+            on_delta: called with each :class:`TokenDelta`, as :meth:`stream` yields them.
+            on_deltas: awaited with all deltas that arrived together. No more of the engine's
+                answer is read meanwhile: the tokens of a slow caller wait in the engine.
             extra: other fields of vLLM's request, such as ``cache_salt``, ``priority``, ``model``.
 
         Returns:
@@ -189,9 +189,19 @@ class RolloutClient(ChatClient):
             RolloutFailed: five attempts in a row gave no token; the request has restarted ten
                 times; or ``on_inexact="raise"`` applied.
         """
+        http = self._session()
+        request = make_request(
+            prompt_token_ids,
+            sampling_params,
+            session_id=session_id,
+            client_id=client_id,
+            asked_id=request_id,
+            on_inexact=on_inexact,
+            decodes=self._tokenizer is not None,
+            extra=extra,
+        )
         deliver = on_deltas if on_delta is None else partial(_each, on_delta)
-        ask = (prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra)
-        return await self._make(*ask, deliver, request_id).run()
+        return await RolloutRun(request, self._pool, http, self._tokenizer, deliver).run()
 
     async def stream(
         self,
@@ -209,8 +219,16 @@ class RolloutClient(ChatClient):
         without tokens, and raises otherwise.
         """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
-        ask = (prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra)
-        task = asyncio.create_task(self._make(*ask, partial(_each, deltas.put_nowait)).run())
+        task = asyncio.create_task(
+            self.generate(
+                *(prompt_token_ids, sampling_params),
+                session_id=session_id,
+                client_id=client_id,
+                on_inexact=on_inexact,
+                on_delta=deltas.put_nowait,
+                **extra,
+            )
+        )
         task.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -233,12 +251,12 @@ class RolloutClient(ChatClient):
     ) -> AsyncGenerator[tuple[int, Completion]]:
         """Generates for many prompts. An error of one prompt cancels the others.
 
-        While requests wait for engines, a call takes turns with other calls of this client.
+        While requests wait for engines, each call of this method takes turns with other calls.
 
         Args:
             prompts: token ids of each prompt.
-            sampling_params: as :meth:`generate`. With a ``seed``, each prompt has its own: ``seed``
-                plus its index times ``n``.
+            sampling_params: as :meth:`generate`. If it has a ``seed``, prompt ``i`` gets the seed
+                ``seed + i * n``.
             concurrency: the greatest number of prompts in flight.
             as_completed: whether to yield in the order of completion, not of the prompts.
             progress: whether to show a tqdm progress bar.
@@ -274,36 +292,20 @@ class RolloutClient(ChatClient):
                 bar.close()
 
     async def count_workers(self, *, include_dp: bool = True) -> int:
-        """Returns how many workers a new transport reaches; ``include_dp``: of all DP ranks."""
+        """Returns how many vLLM workers would join a new transport.
+
+        Args:
+            include_dp: whether all ranks of a DP group count; otherwise only its first rank does.
+
+        Raises:
+            Refused: the group has no engine that is ready.
+            BusTimeout: the broker does not answer.
+        """
         return await count_workers(self._connection, include_dp=include_dp)
 
     def finish_session(self, session_id: str) -> None:
-        """Ends the session ``session_id``, so that its engine has room for another one."""
+        """Ends the session ``session_id``, so that its engine has room for another session."""
         self._pool.router.finish_session(session_id)
-
-    def _make(
-        self,
-        prompt: Sequence[int],
-        params: Mapping[str, Any],
-        session_id: str | None,
-        client_id: str,
-        on_inexact: OnInexact,
-        extra: Mapping[str, Any],
-        deliver: Callable[[list[TokenDelta]], Awaitable[None] | None] | None,
-        asked_id: str = "",
-    ) -> RolloutRun:
-        http = self._session()
-        request = make_request(
-            prompt,
-            params,
-            session_id=session_id,
-            client_id=client_id,
-            asked_id=asked_id,
-            on_inexact=on_inexact,
-            decodes=self._tokenizer is not None,
-            extra=extra,
-        )
-        return RolloutRun(request, self._pool, http, self._tokenizer, deliver)
 
 
 def _make_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
@@ -318,7 +320,7 @@ def _make_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 def _make_socket(address: AddrInfoType) -> socket.socket:
-    """Makes a socket for an engine, whose buffer does not grow with what is unread."""
+    """Makes a socket with a small receive buffer: unread tokens wait in the engine."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_IN_KERNEL_BYTES)
     return made

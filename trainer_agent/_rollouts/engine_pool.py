@@ -1,4 +1,4 @@
-"""Assigns engines to the requests of one client, and ends what waits for them in vain."""
+"""Assigns engines to a client's requests, and ends attempts and requests that wait in vain."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RequestUnderWay:
     """A request that may be ended early.
 
     Attributes:
-        limit: ends it, when it expires.
+        limit: a timeout that ends the request when it expires.
         asked_id: the caller's own id of the request; empty: none.
-        is_aborted: whether it ends with the tokens that it has, not with an error.
+        is_aborted: whether the request ends with the tokens that it has, not with an error.
     """
 
     limit: asyncio.Timeout
@@ -46,18 +46,19 @@ class RequestUnderWay:
 class AttemptWatch:
     """An attempt under way, watched for stalls.
 
-    An engine that gives others tokens may keep an attempt in its queue. It has lost the attempt if
-    none of its requests wait, or if an attempt that began later has overtaken this one.
+    An attempt without tokens may still wait in the queue of an engine that serves other requests.
+    But the engine has lost the attempt if none of its requests wait, or if an attempt that began
+    later got tokens first.
 
     Attributes:
         load: the engine.
-        limit: the attempt's timeout; expires after ``stall_s`` without a token of a running engine.
+        limit: the attempt's timeout; made to expire after ``stall_s`` without a token.
         begun_s: when the attempt began, on the event loop's clock.
         last_s: when the last token arrived; ``begun_s`` before the first.
         excused_s: when the attempt was last known to wait in a queue, or for a pause to end.
         in_order: whether the engine serves the attempt in the order of arrival.
         is_overtaken: whether an attempt that began later got a first token since ``last_s``.
-        is_delivering: whether the caller takes tokens now, and the engine's answer is not read.
+        is_delivering: whether the caller is taking tokens, so that the answer is not read.
     """
 
     load: EngineLoad
@@ -71,11 +72,10 @@ class AttemptWatch:
 
     @property
     def engine(self) -> str:
-        """The engine's name."""
         return self.load.route.engine
 
     async def wait_for_caller(self, taken: Awaitable[None]) -> None:
-        """Waits until the caller has taken tokens; the engine can't stall meanwhile."""
+        """Waits until the caller has taken tokens; the attempt does not count as stalled."""
         self.is_delivering = True
         try:
             await taken
@@ -83,7 +83,7 @@ class AttemptWatch:
             self.is_delivering = False
 
     def look(self, since_s: float) -> None:
-        """Checks whether the engine keeps the attempt in a queue; ``since_s``: the last look."""
+        """Excuses the attempt if it waits in the engine's queue; ``since_s``: the last look."""
         load = self.load
         if self.in_order and self.begun_s < load.newest_s and self.last_s < since_s:
             self.is_overtaken = True
@@ -92,21 +92,18 @@ class AttemptWatch:
 
 
 class EngineQueue:
-    """Assigns engines to requests; a request waits until it is its turn and an engine has room.
+    """Assigns engines to requests, which wait for their turn and for room.
 
     Between two events, no engine has room for the request whose turn it is there. So an event
     concerns only the engines that may have become free, and wakes only requests that can run.
-
-    Attributes:
-        router: chooses engines.
     """
 
     def __init__(self) -> None:
         self.router = Router()
         self._waiting = WaitingRequests()
-        self._for_prefill = WaitingRequests()  # requests that have a decode engine
-        self._revision = self.router.revision  # of the routes by which they wait
-        self._holds: dict[str, asyncio.TimerHandle] = {}  # of engines that requests wait for
+        self._for_prefill = WaitingRequests()  # requests that have a decode engine already
+        self._revision = self.router.revision  # of the routes that the queues follow
+        self._holds: dict[str, asyncio.TimerHandle] = {}  # by engine: the end of its hold
 
     async def acquire(
         self, session: str | None, sequences: int, avoid: frozenset[str], client: str = ""
@@ -116,7 +113,7 @@ class EngineQueue:
         Args:
             session: the request's session, or None.
             avoid: names of engines that failed the request, used only if there are no others.
-            client: who asks; clients take turns.
+            client: the client that asks; clients take turns.
 
         Raises:
             NoEngine: no engine was available in time.
@@ -136,7 +133,7 @@ class EngineQueue:
             The engine; None if no prefill engine remains beside those to avoid.
 
         Raises:
-            NoEngine: some remain, but none could be used in time, as in :meth:`acquire`.
+            NoEngine: prefill engines remain, but none was available in time.
         """
         return await self._wait(self._for_prefill, client, None, 1, avoid)
 
@@ -203,7 +200,7 @@ class EngineQueue:
                 return
 
     def _serve(self, load: EngineLoad, now_s: float) -> bool:
-        """Assigns an engine to the request whose turn it is, if there is one, and room for it."""
+        """Assigns an engine to the request whose turn it is, if there is room."""
         name = load.route.engine
         for waiting in (self._for_prefill, self._waiting):
             waiter = waiting.first(name)
@@ -221,7 +218,6 @@ class EngineQueue:
         return False
 
     def _on_held(self, name: str) -> None:
-        """Offers an engine again after it has rejected requests."""
         del self._holds[name]
         if name in self.router.engines:
             self._grant([self.router.engines[name]])
@@ -237,7 +233,7 @@ class EngineQueue:
         return ("", waiter.avoid), self.router.prefills(waiter.avoid)
 
     def _follow_routes(self) -> bool:
-        """Moves waiting requests after the routes have changed; returns False if they have not."""
+        """Moves waiting requests if the routes have changed; returns whether they have."""
         if self._revision == self.router.revision:
             return False
         self._revision = self.router.revision
@@ -258,10 +254,6 @@ class EngineQueue:
                 if not waiter.granted.done():
                     waiter.granted.set_exception(NoEngine(reason))
 
-    def _stop_holds(self) -> None:
-        for hold in self._holds.values():
-            hold.cancel()
-
     def now_s(self) -> float:
         """Returns the time in seconds, on the clock of event loops."""
         return time.monotonic()
@@ -277,10 +269,7 @@ class EnginePool(EngineQueue):
         unavailable_s: how long a request waits while no engine is available, in seconds.
 
     Attributes:
-        attempts: the attempts under way.
-        requests: the requests under way; all end when the pool is closed.
         refused_models: the engines that refused a model since the routes or versions changed.
-        stall_s, unavailable_s: as the arguments.
     """
 
     def __init__(
@@ -305,7 +294,7 @@ class EnginePool(EngineQueue):
         self._asking: asyncio.Future[tuple[EngineView, ...]] | None = None
         self._last_token_s = 0.0
         self._looked_s = 0.0
-        self._pid = 0  # of the process that has connected
+        self._pid = 0  # the process that has connected
 
     async def open(self) -> None:
         """Joins the bus; returns when the broker has accepted the join.
@@ -320,21 +309,22 @@ class EnginePool(EngineQueue):
         self._watch = asyncio.create_task(self._watch_engines())
 
     def close(self) -> None:
-        """Leaves the bus, and cancels all requests under way."""
+        """Leaves the bus, and ends all requests under way with ``BusClosed``."""
         for each in self.requests:
             expire(each.limit)
         self._connection.close()
-        self._stop_holds()
+        for hold in self._holds.values():
+            hold.cancel()
         if self._watch is not None:
             self._watch.cancel()
 
     @contextlib.asynccontextmanager
     async def under_way(self, request_id: str, asked_id: str) -> AsyncIterator[None]:
-        """Runs a block that :meth:`abort` ends early.
+        """Runs a request in a block, which :meth:`abort` ends early.
 
         Args:
-            request_id: the id of the block's request, for errors.
-            asked_id: the caller's own id of it; empty: none.
+            request_id: the request's id, for errors.
+            asked_id: the caller's own id of the request; empty: none.
 
         Raises:
             BusClosed: the pool was closed.
@@ -350,14 +340,14 @@ class EnginePool(EngineQueue):
         except Exception:
             if this.limit.when() is None:
                 raise
-            if not this.is_aborted:  # the client was closed, and its HTTP session as well
+            if not this.is_aborted:  # `close` ended the request
                 raise BusClosed(f"request {request_id}: the client was closed") from None
 
     def abort(self, request_ids: Collection[str] | None) -> int:
-        """Ends requests with the tokens that they have; returns how many.
+        """Ends requests, which keep their tokens; returns how many were ended.
 
         Args:
-            request_ids: the callers' own ids of them; None: all.
+            request_ids: the callers' own ids of the requests; None: all requests.
         """
         found = [r for r in self.requests if request_ids is None or r.asked_id in request_ids]
         for each in found:
@@ -366,7 +356,7 @@ class EnginePool(EngineQueue):
         return len(found)
 
     def require_process(self) -> None:
-        """Raises ``BusClosed`` in a process that was forked from the one that has connected."""
+        """Raises ``BusClosed`` in a process forked after :meth:`open`."""
         require_process(self._pid, self._connection.broker)
 
     def on_token(self, attempt: AttemptWatch) -> None:
@@ -390,7 +380,7 @@ class EnginePool(EngineQueue):
                 await self.require_engines()
 
     async def require_engines(self, since_s: float = 0.0, last: str = "") -> None:
-        """Checks that an engine generates tokens, or will after a pause.
+        """Checks that an engine of the group will take a request, perhaps after a pause.
 
         Args:
             since_s: when engines began to refuse a request. Nothing is checked until
@@ -398,7 +388,8 @@ class EnginePool(EngineQueue):
             last: how the last engine refused the request, for the error's text.
 
         Raises:
-            NoEngine: there is none; the text names the group's engines.
+            NoEngine: no engine is paused or asleep, so waiting is in vain; the text names the
+                group's engines.
         """
         if self.now_s() - max(since_s, self._last_token_s) < self.unavailable_s:
             return
@@ -407,15 +398,17 @@ class EnginePool(EngineQueue):
             engines = await self._engines()
         except WavebusError as error:
             raise NoEngine(
-                f"no engine took a request for {self.unavailable_s:g} s; the last routes: "
-                f"{', '.join(known)}; {error}"
+                f"no engine took a request for {self.unavailable_s:g} s; last routable: "
+                f"{', '.join(known)}; the broker did not say more: {error}"
             ) from None
         if any(engine.phase not in _SERVING for engine in engines):
             return
         there = ", ".join(f"{each.name} at {each.endpoint or 'no endpoint'}" for each in engines)
         raise NoEngine(
-            f"no engine took a request for {self.unavailable_s:g} s; in group {self._group}: "
-            f"{there or 'nobody'}; routed: {', '.join(known)}" + f"; the last: {last}" * bool(last)
+            f"no engine took a request for {self.unavailable_s:g} s; engines in group "
+            f"{self._group}: {there or 'none'}; routable: {', '.join(known)}"
+            + f"; the last: {last}"
+            * bool(last)
         )
 
     async def _engines(self) -> tuple[EngineView, ...]:
@@ -425,10 +418,10 @@ class EnginePool(EngineQueue):
         return await asyncio.shield(self._asking)
 
     async def _watch_engines(self) -> None:
-        """Reads the engines' loads, and ends what waits for engines in vain.
+        """Reads the engines' loads, and ends attempts and requests that wait in vain.
 
-        These are attempts to which running engines give no tokens, and requests for which no engine
-        is available. Runs until cancelled.
+        An attempt waits in vain if its engine runs but gives no tokens; a request, if no engine is
+        available. Runs until cancelled.
         """
         while True:
             await asyncio.sleep(min(_FIGURES_S, self.stall_s / 4, self.unavailable_s / 4))
@@ -443,8 +436,7 @@ class EnginePool(EngineQueue):
         """Takes the broker's figures, and cancels attempts that have stalled.
 
         Args:
-            engines: the broker's view; empty if it did not answer.
-            now_s: the time, in seconds.
+            engines: the broker's view; empty: the broker did not answer.
         """
         idle = {engine.name for engine in engines if engine.phase not in _SERVING}
         self.router.take_figures((each for each in engines if each.name not in idle), now_s)

@@ -1,4 +1,4 @@
-"""Asks all routable engines the same, and the broker how many workers engines have."""
+"""Sends one request to all routable engines; asks the broker for the number of workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def ask_each(
 ) -> dict[str, bytes]:
     """Returns the bodies of all engines' answers, by the engines' names.
 
-    An engine is left out if its status is not 200, or if it does not answer in time.
+    Leaves out engines whose status is not 200, and those that do not answer in time.
 
     Args:
         body: the JSON to POST. Default: a GET.
@@ -55,15 +55,7 @@ async def ask_each(
 
 
 async def count_workers(connection: Connection, *, include_dp: bool) -> int:
-    """Returns how many workers the engines have that a new transport would reach.
-
-    Args:
-        include_dp: whether each rank of a DP group counts; else one of each.
-
-    Raises:
-        Refused: no engine is there, or ready.
-        BusTimeout: the broker does not answer.
-    """
+    """Returns how many workers would join a new transport; see ``RolloutClient.count_workers``."""
     plan = await connection.ask(PlanTransfer(), TransferPlan)
     if include_dp:
         return plan.world_size - 1

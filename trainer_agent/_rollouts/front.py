@@ -7,11 +7,11 @@
 ``GET /health``                  200 while an engine is routable, else 503; connections
 ===============================  ==========================================================
 
-Other routes of vLLM are those of :mod:`~trainer_agent._rollouts.routes.engine_routes` and
-:mod:`~trainer_agent._rollouts.routes.models`. All routes of generation return choices in OpenAI's
-form, with ``token_ids``; the last event of a choice adds the ``weight_versions`` and the reasons
-why it may be ``inexact``. A stream that fails ends with an error event. What takes long is bounded,
-or done in a thread: no request keeps others waiting.
+:mod:`~trainer_agent._rollouts.routes.engine_routes` and
+:mod:`~trainer_agent._rollouts.routes.models` have other routes of vLLM. The routes that generate
+return choices in OpenAI's form, with ``token_ids``. The last event of a choice adds its
+``weight_versions``, and the reasons why the choice may be ``inexact``. A stream that fails ends
+with an error event. Long work is bounded, or runs in a thread, so that other requests don't wait.
 """
 
 from __future__ import annotations
@@ -59,18 +59,17 @@ _Result = TypeVar("_Result")
 
 _STATUSES: Final = ((UnknownModel, 404), (UsageError, 400), (NoEngine, 503), (WavebusError, 500))
 _ID_HEADER: Final = "X-Request-Id"
-# A whole batch of a trainer: 512 prompts of 8k tokens have 29 MiB, and 4 million values.
+# Enough for a trainer's batch: 512 prompts of 8k tokens have 29 MiB, and 4 million values.
 _MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 _MAX_VALUES: Final = 12_000_000
-_PARSED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop
-_WRITTEN_AT_ONCE: Final = 4096  # tokens, in the event loop
-# Less than an engine waits for the front (embedded: 60 s), which reads no faster than its client.
+_PARSED_AT_ONCE: Final = 1 << 20  # most bytes that are parsed in the event loop
+_WRITTEN_AT_ONCE: Final = 4096  # most tokens that are written in the event loop
+# Shorter than an engine waits for the front to read (embedded: 60 s), because the front reads no
+# faster than its client.
 _UNREAD_S: Final = 30.0
 
 
 class _Front:
-    """The handlers of the routes."""
-
     def __init__(
         self,
         client: RolloutClient,
@@ -133,11 +132,9 @@ class _Front:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         asked = await self._parse(http)
-        prompts = [await self._tokens(each) for each in asked.prompts()]
+        given, tokens = asked.prompts(), self._engines.tokens
+        prompts = [await tokens(each) if isinstance(each, str) else each for each in given]
         return await self._answer(http, asked, prompts)
-
-    async def _tokens(self, prompt: Any) -> Any:
-        return await self._engines.tokens(prompt) if isinstance(prompt, str) else prompt
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         asked = await self._parse(http)
@@ -193,10 +190,8 @@ class _Front:
         """Generates for all prompts; one error cancels all.
 
         Args:
-            asked: the request.
-            prompts: the tokens of the prompts.
-            deliver: takes new tokens as they come, with the number of the prompt; None: not
-                streamed.
+            prompts: the tokens of each prompt.
+            deliver: called with the number of a prompt and its new tokens; None: not a stream.
         """
         if asked.is_prompt_alone:
             return [prompt_alone(asked, each) for each in prompts]
@@ -241,20 +236,17 @@ class _Stream:
             lambda: StreamedMessage(chat, prompts[0])
         )
         self._ended: set[int] = set()
-        self._shown: set[int] = set()  # prompts, by the index of the choice
+        self._shown: set[int] = set()  # choices whose prompt was sent, by index
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        self._sink: AbstractStreamWriter | None = None  # once the answer has begun
+        self._sink: AbstractStreamWriter | None = None  # None until the answer has begun
 
     async def answer(
         self, generate: Callable[[Deliver], Coroutine[Any, Any, list[Completion]]]
     ) -> web.StreamResponse:
-        """Sends what ``generate`` makes, and an error as the last event.
-
-        Args:
-            generate: generates for all prompts, and has new tokens sent as they come.
+        """Sends the tokens of ``generate`` as they arrive, and an error as the last event.
 
         Raises:
-            WavebusError: nothing has been sent yet.
+            WavebusError: the request failed before anything was sent.
         """
         try:
             await self._end(await generate(self._send_batch))
@@ -308,12 +300,10 @@ class _Stream:
         if index not in self._shown and (of_choice or not self._shown):
             prompt = [self._prompts[index // self._asked.params.get("n", 1)]]
         self._shown.add(index)
-        if end is not None:
-            shown |= end
-        return self._writer.frame([shown], None, prompt)
+        return self._writer.frame([shown | (end or {})], None, prompt)
 
     async def _end(self, done: list[Completion]) -> None:
-        """Sends what comes last: rests of texts, messages with tool calls, usage."""
+        """Sends the last events: the rest of each text, messages with tool calls, the usage."""
         choices = _choices(done)
         for index, choice in enumerate(choices):
             if self._by_engine and index not in self._ended:
@@ -322,7 +312,7 @@ class _Stream:
         if self._chat and (
             not self._has_parts or any(each.failed for each in self._messages.values())
         ):
-            messages = await self._chat.messages(done[0])
+            messages, _ = await self._chat.named_messages(done[0])
         for index, (choice, message) in enumerate(zip(choices, messages, strict=True)):
             text = (choice.text or "")[self._texts[index].sent :] if not self._by_engine else ""
             fields = self._messages[index].rest(message)
@@ -349,7 +339,7 @@ async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     try:
         for each in works:
             tasks.append(asyncio.ensure_future(each))
-            # Each begins with a check of its prompt; hundreds of them would keep others waiting.
+            # Each begins with a check of its prompt; hundreds of checks would block the event loop.
             await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     finally:
@@ -360,12 +350,15 @@ async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
 
 
 def _check_room(max_tokens: Any, prompts: Sequence[Any], most: int) -> None:
-    """Refuses more tokens than the model takes, as vLLM does; the client would ask for fewer."""
+    """Refuses a ``max_tokens`` that exceeds the model's length, as vLLM does.
+
+    The rollout client alone would silently generate fewer tokens.
+    """
     for prompt in prompts if most and isinstance(max_tokens, int) else ():
         if isinstance(prompt, list) and len(prompt) < most < len(prompt) + max_tokens:
             raise UsageError(
-                f"max_tokens: {max_tokens} tokens after a prompt of {len(prompt)} are more than "
-                f"the {most} that the model takes in all"
+                f"max_tokens: {max_tokens} tokens after a prompt of {len(prompt)} exceed the "
+                f"{most} tokens that the model takes"
             )
 
 
@@ -403,16 +396,16 @@ async def serve(
     Args:
         client: the client.
         host: the host name or address to listen on.
-        port: the port; 0 chooses a free one.
-        tokenizer: the client's tokenizer, if it has one.
-        api_key: the bearer token, or the password, that requests must have; empty: none.
-        control_key: the one of control routes, which opens the other routes, too. Empty: control
-            routes need ``api_key``.
-        control_routes: routes that the same server has besides those of generation.
+        port: the port; 0 chooses a free port.
+        tokenizer: the client's tokenizer, or None.
+        api_key: the bearer token or password that requests must have; empty: requests need none.
+        control_key: the bearer token or password of control routes; also accepted by the other
+            routes. Empty: control routes need ``api_key``.
+        control_routes: further routes of the same server, which control the group.
         client_requests: how many requests for tokens one address may have at once; 0: any number.
 
     Raises:
-        UsageError: the address can't be used.
+        UsageError: the server can't listen at this address.
     """
     server = _Front(client, tokenizer, api_key, control_key, control_routes, client_requests).server
     try:

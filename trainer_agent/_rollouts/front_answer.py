@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +30,7 @@ _FIELD: Final = re.compile(
 )
 _PARAMETER: Final = re.compile(r"\(parameter=([\w.]+)")  # of vLLM's own errors
 _TEXTS: Final = ("reasoning", "content")
-# Routes of vLLM's or OpenAI's that no gateway has, and what to use instead.
+# Routes of vLLM or OpenAI that the gateway lacks, and what to use instead.
 _CHAT_INSTEAD: Final = "use /v1/chat/completions"
 _UNSERVED: Final = {
     "/v1/responses": _CHAT_INSTEAD,
@@ -62,7 +62,7 @@ class AnswerWriter:
     """Writes the answer to one request.
 
     Args:
-        tokenizer: names tokens; None: they are named by their ids.
+        tokenizer: names tokens; None: tokens are named by their ids.
     """
 
     def __init__(self, request: FrontRequest, tokenizer: Any) -> None:
@@ -88,8 +88,9 @@ class AnswerWriter:
         """Encodes an answer, or one event of a stream.
 
         Args:
-            usage: how many tokens were used; None: not yet known.
-            prompts: the token ids of the prompts of these choices; None: they are not shown.
+            usage: the numbers of tokens; None: not known yet.
+            prompts: the token ids of the choices' prompts; None: the prompts are not shown.
+            fields: further fields of the answer.
         """
         rest: dict[str, Any] = {"choices": choices, "usage": usage, **fields}
         if prompts and self._request.with_ids:
@@ -109,10 +110,10 @@ class AnswerWriter:
         message: Mapping[str, Any],
         names: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Returns a choice, or a part of one, in the form that all routes share.
+        """Returns a choice, or a part of a choice, in the common form.
 
         Args:
-            names: the names of the tokens, with their log-probabilities, as an engine gave them.
+            names: the engine's names of the tokens, with their log-probabilities; None: unknown.
         """
         ids = part.token_ids if part is not None else ()
         shown = {
@@ -147,13 +148,9 @@ class AnswerWriter:
         if self._request.kind != "text_completion":
             return {"content": content}
         tokens = [each["token"] for each in content]
-        offsets = []
-        offset = self._offsets.get(index, 0)
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
-        likeliest = [  # as vLLM's: the sampled token comes first, and is there in any case
+        first = self._offsets.get(index, 0)
+        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=first)
+        likeliest = [  # as in vLLM: the sampled token is always there, and comes first
             {top["token"]: top["logprob"] for top in (each, *each["top_logprobs"])}
             for each in content
         ]
@@ -166,16 +163,16 @@ class AnswerWriter:
         }
 
     def named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        """Returns a token with its name and its log-probability, which may be unknown."""
+        """Returns a token with its name and its log-probability; None: unknown."""
         text, raw = name_token(self._tokenizer, token_id)
         return {"token": text, "token_id": token_id, "logprob": logprob, "bytes": raw}
 
 
 def _rank(logprob: float, top: Mapping[int, float]) -> int | None:
-    """Returns a token's rank in the vocabulary, from 1; None if the likeliest tokens don't show it.
+    """Returns a token's rank in the vocabulary, from 1; None: ``top`` does not show the rank.
 
-    An engine may list the sampled token among the likeliest, whatever its rank. So the last of the
-    list may have any rank.
+    Engines add the sampled token to the likeliest tokens, whatever its rank. So the last token of
+    the list may have any rank.
     """
     rank = sum(each >= logprob for each in top.values())
     return rank if 0 < rank < len(top) else None
@@ -185,7 +182,7 @@ class StreamedText:
     """Tracks how much of a choice's text a stream has sent.
 
     Args:
-        tokenizer: decodes tokens; None: there is no text.
+        tokenizer: decodes tokens; None: no text is sent.
 
     Attributes:
         sent: the number of characters that were sent.
@@ -193,13 +190,13 @@ class StreamedText:
 
     def __init__(self, tokenizer: Any, stop: str | Sequence[str] | None) -> None:
         self._growing = GrowingText(tokenizer) if tokenizer else None
-        # The last characters that are there may be the beginning of a stop string.
+        # The last characters may begin a stop string, and wait for the next ones.
         self._held = max(map(len, [stop] if isinstance(stop, str) else stop or "x")) - 1
         self._rest = ""  # text that was not sent
         self.sent = 0
 
     def add(self, delta: TokenDelta) -> str:
-        """Adds tokens; returns the text to send, without what may begin a stop string."""
+        """Adds tokens; returns the text to send, except characters that may begin a stop string."""
         if self._growing is not None:
             self._rest += self._growing.add(delta.token_ids)
         end = 0 if delta.finish_reason else max(0, len(self._rest) - self._held)
@@ -211,8 +208,8 @@ class StreamedText:
 class StreamedMessage:
     """Makes the parts of one choice's message in the form of OpenAI's stream events.
 
-    An engine that looks for reasoning reads the whole answer again for each part. So the parts grow
-    with the answer, and their number only as its logarithm.
+    An engine that parses reasoning reads the whole answer again for each part. So the parts grow
+    with the answer, and the number of parts grows only as the logarithm of its length.
 
     Attributes:
         failed: whether no engine could make the last part.
@@ -230,11 +227,10 @@ class StreamedMessage:
         self.failed = False
 
     def gather(self, delta: TokenDelta) -> None:
-        """Adds tokens that wait for the next part."""
         self._waiting.append(delta)
 
     def due(self, ended: Choice | None = None) -> TokenDelta | None:
-        """Returns the tokens of the next part; None while there should be more of them.
+        """Returns the tokens of the next part; None if the part should get more tokens.
 
         Args:
             ended: the choice, if it has ended.
@@ -250,15 +246,15 @@ class StreamedMessage:
         return _joined(waiting)
 
     async def make(self, delta: TokenDelta) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
-        """Returns what tokens add to the message, as engines know it, and the tokens' names."""
+        """Has an engine turn tokens into a part of the message, and name the tokens."""
         if self.failed or self._chat is None:
             return {}, None
         try:
             made, self._state, names = await self._chat.derender_part(
-                self._prompt, self._state, delta.token_ids, delta
+                self._prompt, self._state, delta
             )
         except (WavebusError, LookupError, TypeError, ValueError):
-            self.failed = True  # vLLM may be too old: the message comes at the end
+            self.failed = True  # vLLM may be too old; the message is sent at the end
             return {}, None
         fields = {name: made[name] for name in _TEXTS if made.get(name)}
         for name, value in fields.items():
@@ -266,7 +262,7 @@ class StreamedMessage:
         return fields, names
 
     def rest(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the part of a whole message that was not sent."""
+        """Returns the part of ``message`` that was not sent."""
         found = dict(message)
         for name, sent in self._sent.items():
             whole = found.pop(name, None)
@@ -275,7 +271,7 @@ class StreamedMessage:
         return found
 
     def event(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a part as an event has it; the first one has the role."""
+        """Returns a part of the message as an event; the first event has the role."""
         shown = {name: value for name, value in fields.items() if name != "role"} | self._role
         self._role = {}
         calls = enumerate(fields.get("tool_calls") or ())
@@ -283,38 +279,30 @@ class StreamedMessage:
 
 
 def _no_route(path: str) -> str:
-    """Returns the text of the error for a path that has no route."""
     for prefix, instead in _UNSERVED.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return f"{prefix} is not served here: {instead}"
     return (
         f"{path:.200} is not served here. A gateway with --read-only has no routes that pause or "
-        "update; docs/gateway.md and docs/rollouts.md list all"
+        "update; docs/gateway.md and docs/rollouts.md list all routes"
     )
 
 
 def _joined(deltas: list[TokenDelta]) -> TokenDelta:
-    """Returns the deltas of a choice as one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    has_logprobs, has_tops = deltas[0].logprobs is not None, deltas[0].top_logprobs is not None
-    return replace(
-        deltas[-1],
-        token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
-        logprobs=tuple(chain.from_iterable(each.logprobs or () for each in deltas))
-        if has_logprobs
-        else None,
-        top_logprobs=tuple(chain.from_iterable(each.top_logprobs or () for each in deltas))
-        if has_tops
-        else None,
-    )
+    """Returns one delta with the tokens of all deltas of a choice."""
+    whole: dict[str, Any] = {}
+    for name in ("token_ids", "logprobs", "top_logprobs"):
+        parts = [getattr(each, name) for each in deltas]
+        if parts[0] is not None:
+            whole[name] = tuple(chain.from_iterable(part or () for part in parts))
+    return replace(deltas[-1], **whole)
 
 
 def ending(choice: Choice, message: Mapping[str, Any], *, is_named: bool = False) -> dict[str, Any]:
-    """Returns what a choice has at its end: why it ended, and what is known of its tokens.
+    """Returns the last fields of a choice, such as its end and its versions.
 
     Args:
-        is_named: whether the request names the tool that is called. Then the choice has ended with
+        is_named: whether the request names the tool to call. Then the finish reason stays
             ``stop``, as in OpenAI's API.
     """
     calls = message.get("tool_calls") and choice.finish_reason == "stop" and not is_named
@@ -337,7 +325,7 @@ def error_answer(request: web.Request, status: int, text: str) -> web.Response:
     """Returns an error in OpenAI's form, with the field names of the route."""
     if status == 404 and request.match_info.http_exception is not None:  # noqa: PLR2004 - HTTP's
         text = _no_route(request.path)
-    field, kind = ROUTES.get(request.path, ("", ""))
+    field, kind, _ = ROUTES.get(request.path, ("", "", ""))
     if text.startswith("prompt_token_ids"):
         text = field + text.removeprefix("prompt_token_ids")
     text = text.replace("sampling_params.", "", 1) if kind else text
@@ -348,7 +336,7 @@ def error_answer(request: web.Request, status: int, text: str) -> web.Response:
     if name == "logprobs" and field == "messages":
         name = "top_logprobs"
     error = {"message": text, "type": _KINDS.get(status, "BadRequestError"), "code": status}
-    # OpenAI's client would send again what two engines have died of.
+    # Keeps OpenAI's client from repeating a request of which two engines have died.
     headers = {"x-should-retry": "false"} if status == 500 else None  # noqa: PLR2004 - HTTP's
     of_model = field and status == 404  # noqa: PLR2004 - HTTP's
     error["param"] = "model" if of_model else name

@@ -1,7 +1,7 @@
-"""Reads the body of a request to the front: what each field means here.
+"""Parses the body of a request to the front.
 
-A field that changes nothing here passes; one that would be ignored is refused, with its name
-(docs/rollouts.md lists them).
+A field whose value has no effect here passes. A field that would be ignored is refused by name
+(docs/rollouts.md lists all fields).
 """
 
 from __future__ import annotations
@@ -16,30 +16,25 @@ from bus.errors import UsageError
 from trainer_agent._rollouts.request import MAX_SESSION_CHARS, named, structured_outputs
 
 SESSION_HEADER: Final = "X-Session-ID"  # of vLLM, and of vllm-router
-# The field of the prompt, and the ``object`` of the answer.
+# The field of the prompt, the ``object`` of the answer, and the prefix of its id.
 ROUTES: Final = {
-    "/inference/v1/generate": ("token_ids", ""),
-    "/v1/completions": ("prompt", "text_completion"),
-    "/v1/chat/completions": ("messages", "chat.completion"),
+    "/inference/v1/generate": ("token_ids", "", "generate-tokens-"),
+    "/v1/completions": ("prompt", "text_completion", "cmpl-"),
+    "/v1/chat/completions": ("messages", "chat.completion", "chatcmpl-"),
 }
-_ID_PREFIXES: Final = {
-    "/inference/v1/generate": "generate-tokens-",
-    "/v1/completions": "cmpl-",
-    "/v1/chat/completions": "chatcmpl-",
-}
-# Fields that only concern how engines render messages, and make messages of tokens.
+# Fields that only concern how engines render and parse messages.
 _CHAT_FIELDS: Final = (
     *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning"),
     *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("add_special_tokens", "documents", "response_format", "truncate_prompt_tokens"),
     *("truncation_side", "media_io_kwargs", "mm_processor_kwargs"),
 )
-# They name a request, or say how OpenAI should store, price or cache it.
+# Fields that only concern how OpenAI stores, prices or caches a request.
 _WITHOUT_EFFECT: Final = (
     *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "prediction"),
 )
-# Values that clients send although they change nothing.
+# Values of fields that have no effect here, but that clients send.
 _IDLE: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -66,10 +61,10 @@ _IDLE: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (False,),
 }
 _MOST_CHOICES: Final = 16_384
-# Of one field, or of one prompt: they are decoded at once, which takes up to 0.1 µs for a value.
+# Limit for one field or prompt, which is decoded in one go, at up to 0.1 µs a value.
 _MOST_VALUES: Final = 3_000_000
 _PARTED: Final = 1 << 20  # bytes; a longer list of prompts is decoded prompt by prompt
-# Of the sampling parameters of vLLM's own route: they concern text, or ``stream`` decides them.
+# Sampling parameters of vLLM's own route that only concern text, or that ``stream`` decides.
 _IDLE_PARAMS: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -81,7 +76,7 @@ _LISTS: Final = re.compile(rb"\s*\[\s*\[")
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = False
-    include_obfuscation: bool | None = False  # never needed
+    include_obfuscation: bool | None = False  # has no effect
 
 
 class _Common(msgspec.Struct):
@@ -94,7 +89,7 @@ class _Common(msgspec.Struct):
     stream_options: _StreamOptions | None = None
     session_id: str | None = None
     request_id: str | None = None
-    user: str | None = None  # has no effect: one user may be all the requests
+    user: str | None = None  # no session, because one user may send all the requests
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
 
@@ -103,36 +98,36 @@ class FrontRequest:
     """A parsed request.
 
     Args:
-        header: the value of the session's header, if there is one.
+        path: the route.
+        header: the value of the session's header, or None.
+        raw: the body.
 
     Raises:
         UsageError: the text names the field at fault.
 
     Attributes:
-        path: the route.
         id: the request's id in its answer, as vLLM makes it.
-        kind: the ``object`` of the answer; empty: vLLM's own route, not one of OpenAI's API.
-        is_chat: whether the prompt is messages.
+        kind: the ``object`` of the answer; empty: vLLM's own route, which OpenAI's API lacks.
+        is_chat: whether the prompt consists of messages.
         prompt: the prompt.
         params: the sampling parameters.
         chat_fields: other fields of a chat request.
-        names_tool: whether it names the tool to call.
+        names_tool: whether the request names the tool to call.
         extra: other fields for engines.
         session_id: the session, or None.
-        client_id: who takes turns with others; empty: the request names no user.
+        client_id: the client that takes turns with others; empty: the request names no user.
         is_stream: whether the answer is streamed.
         with_usage: whether a stream ends with the usage.
         with_ids: whether the answer shows the token ids of the prompt.
         with_names: whether the answer names tokens by their text.
         echo: whether the answer repeats the prompt.
         is_prompt_alone: whether the answer has the prompt alone, and no tokens.
-        scored_logprobs: how many log-probabilities the answer has in each place of the prompt, or
-            None. Of ``/v1/completions``, ``logprobs`` are those of a repeated prompt, too.
+        scored_logprobs: how many log-probabilities the answer has for each token of the prompt, or
+            None. With ``echo`` on ``/v1/completions``, ``logprobs`` sets this number.
     """
 
     def __init__(self, path: str, header: str | None, raw: bytes) -> None:
-        self.path = path
-        field, self.kind = ROUTES[path]
+        field, self.kind, self._id_prefix = ROUTES[path]
         self.is_chat = field == "messages"
         body, common = _decode(raw, field)
         body = {n: v for n, v in body.items() if v is not None}
@@ -158,7 +153,7 @@ class FrontRequest:
         if self.is_chat:
             self.chat_fields = {n: body.pop(n) for n in _CHAT_FIELDS if n in body}
         self.names_tool = isinstance(self.chat_fields.get("tool_choice"), dict)
-        if not self.kind and "features" in body:  # of images, as engines have rendered them
+        if not self.kind and "features" in body:  # image features from an engine's render route
             self.extra["features"] = body.pop("features")
         self.echo = self.is_prompt_alone = False
         self.params: dict[str, Any] = self._openai(body) if self.kind else _own(body)
@@ -167,22 +162,22 @@ class FrontRequest:
             self.scored_logprobs = self.params.get("logprobs")
         for name, value in (("echo", self.echo), ("prompt_logprobs", self.scored_logprobs)):
             if self.is_stream and value is not None and value is not False:
-                raise UsageError(f"{name}: not in a stream")
+                raise UsageError(f"{name}: not in a stream; set stream to false")
 
     def name(self, request_id: str) -> None:
         """Sets the id by which a client can abort the request.
 
         Raises:
-            UsageError: the client's id is too long.
+            UsageError: the id is too long, or is not UTF-8.
         """
         if len(request_id) > MAX_SESSION_CHARS:
-            raise UsageError(f"request_id: more than {MAX_SESSION_CHARS} characters")
+            raise UsageError(f"request_id: must have at most {MAX_SESSION_CHARS} characters")
         if not is_text(request_id):
-            raise UsageError("request_id: is no UTF-8")
-        self.id = _ID_PREFIXES[self.path] + request_id
+            raise UsageError("request_id: must be valid UTF-8")
+        self.id = self._id_prefix + request_id
 
     def id_of(self, number: int) -> str:
-        """Returns the id of the request for one of the prompts, as vLLM makes it."""
+        """Returns the id of the request for prompt ``number``, as vLLM makes it."""
         return f"{self.id}-{number}" if self.kind == "text_completion" else self.id
 
     def _openai(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +200,7 @@ class FrontRequest:
             return body
         if "max_completion_tokens" in body:
             body["max_tokens"] = body.pop("max_completion_tokens")
-        if isinstance(body.get("logprobs"), bool):  # a number says how many others are wanted
+        if isinstance(body.get("logprobs"), bool):  # vLLM also takes the number of top_logprobs
             body["logprobs"] = 0 if body["logprobs"] else None
         if "top_logprobs" in body:
             top = body.pop("top_logprobs")
@@ -220,8 +215,8 @@ class FrontRequest:
         """Returns the prompts: texts, or lists of tokens.
 
         Raises:
-            UsageError: they ask for too many choices. Other clients would wait while these are
-                prepared.
+            UsageError: the request asks for so many choices that preparing them would delay other
+                clients.
         """
         if self.kind != "text_completion" or not isinstance(self.prompt, list):
             return [self.prompt]
@@ -230,7 +225,8 @@ class FrontRequest:
         count, n = len(self.prompt), self.params.get("n") or 1
         if count * (n if isinstance(n, int) else 1) > _MOST_CHOICES:
             raise UsageError(
-                f"prompt: {count} prompts with {n} choices each; at most {_MOST_CHOICES} choices"
+                f"prompt: {count} prompts with {n} choices each; at most {_MOST_CHOICES} choices "
+                "are allowed"
             )
         return self.prompt
 
@@ -238,7 +234,7 @@ class FrontRequest:
 def _decode(raw: bytes, field: str) -> tuple[dict[str, Any], _Common]:
     """Returns the fields of a body, of which ``field`` is the prompt.
 
-    Long prompts are decoded one by one: other threads run in between.
+    Long prompts are decoded one by one, so that other threads run in between.
     """
     try:
         parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -257,7 +253,7 @@ def _decode(raw: bytes, field: str) -> tuple[dict[str, Any], _Common]:
 
 def _value(name: str, raw: msgspec.Raw) -> Any:
     if len(raw) > _MOST_VALUES and bytes(raw).count(b",") > _MOST_VALUES:
-        raise UsageError(f"{name}: more than {_MOST_VALUES} values")
+        raise UsageError(f"{name}: must have at most {_MOST_VALUES} values")
     return msgspec.json.decode(raw)
 
 
@@ -274,7 +270,7 @@ def _own(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scored(params: dict[str, Any]) -> int | None:
-    """Returns ``prompt_logprobs`` of sampling parameters, and removes it there."""
+    """Removes ``prompt_logprobs`` from sampling parameters, and returns it."""
     count = params.pop("prompt_logprobs", None)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
         raise UsageError("prompt_logprobs: must be a number")
@@ -287,14 +283,14 @@ def _session(header: str | None, common: _Common) -> str | None:
     )
     for name, value in ((source, session), ("user", common.user)):
         if len(value or "") > MAX_SESSION_CHARS:
-            raise UsageError(f"{name}: more than {MAX_SESSION_CHARS} characters")
+            raise UsageError(f"{name}: must have at most {MAX_SESSION_CHARS} characters")
     if session is not None and not is_text(session):
-        raise UsageError(f"{source}: is no UTF-8")
+        raise UsageError(f"{source}: must be valid UTF-8")
     return session
 
 
 def is_text(value: str) -> bool:
-    """Returns whether UTF-8 has it; JSON and headers may hold halves of characters."""
+    """Returns whether UTF-8 can encode a string; JSON and headers may hold lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 """Checks a request for tokens, and makes the bodies of its attempts.
 
-An attempt that continues sends the prompt with all tokens so far, and reduces the token budgets.
-The engine takes these tokens for a prompt, so parameters that depend on the output alone start
-anew, and the result may differ: :meth:`RolloutRequest.inexact` names these parameters.
+An attempt that continues a choice sends the prompt with all tokens so far, and reduces the token
+budgets. The engine treats these tokens as a prompt, so parameters that depend on the output alone
+start anew, and the result may differ: :meth:`RolloutRequest.inexact` names these parameters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 OnInexact: TypeAlias = Literal["restart", "continue", "raise"]
 
 MAX_SESSION_CHARS: Final = 256
-# Each token is compared with all stop strings.
+# Limits the work per token, which is compared with all stop strings.
 _MAX_STOPS: Final = 64
 _MAX_STOP_CHARS: Final = 1024
 _MAX_DIGITS: Final = 18
 # Below this temperature vLLM and the embedded engine take the likeliest token.
 _GREEDY_BELOW: Final = 1e-5
-# They count output tokens only, or keep a state that an engine can't hand over.
+# Parameters that count output tokens only, or keep a state that an engine can't hand over.
 _OUTPUT_ALONE: Final = (
     "presence_penalty",
     "frequency_penalty",
@@ -41,11 +42,11 @@ _OUTPUT_ALONE: Final = (
     "repetition_detection",
     "extra_args",
 )
-# Odd, so that each count of tokens gives another seed also where only the low 32 bits are used, as
-# by torch's generator on CPUs.
+# Odd, so that each number of tokens gives another seed, even where only the low 32 bits are used,
+# as in torch's generator on CPUs.
 _SEED_STEP: Final = 0x9E37_79B9_7F4A_7C15
 
-# Fields of vLLM's SamplingParams that say how it makes text of tokens.
+# Fields of vLLM's SamplingParams that only concern detokenization.
 _OF_TEXT: Final = frozenset(
     {
         "detokenize",
@@ -105,7 +106,7 @@ class RolloutRequest:
         params: the sampling parameters, checked and complete.
         on_inexact: what to do if an interrupted request can't continue exactly.
         session_id: the session, whose requests go to one engine; None: no session.
-        client_id: who asks; clients take turns while requests wait.
+        client_id: the client that asks; clients take turns while requests wait.
         extra: other fields, such as ``cache_salt`` and ``priority``.
         asked_id: the caller's own id of the request; empty: none.
     """
@@ -142,6 +143,9 @@ class RolloutRequest:
 
         Args:
             so_far: the output tokens of choice ``index``; empty if the attempt starts anew.
+            index: the index of the first choice.
+            count: how many choices the attempt generates.
+            attempt: the number of the attempt, for the request's id.
         """
         params = self.params
         sampling = dict(self.asked)
@@ -152,10 +156,10 @@ class RolloutRequest:
         if params.min_tokens:
             sampling["min_tokens"] = max(0, params.min_tokens - len(so_far))
         if params.seed is not None:
-            # As engines do it: choice i of a request draws as a request of seed + i would.
+            # As in engines: choice i of a request samples like a request with seed + i.
             seed = params.seed + index
             if so_far and not limits.exact_seeds:
-                seed += len(so_far) * _SEED_STEP  # no draw is used twice
+                seed += len(so_far) * _SEED_STEP  # no random number is used twice
             sampling["seed"] = (seed + 2**63) % 2**64 - 2**63
         return {
             "request_id": f"{self.id}-{attempt}",
@@ -187,7 +191,7 @@ class RolloutRequest:
         if length and len(self.prompt) >= length:
             raise UsageError(
                 f"prompt_token_ids: {len(self.prompt)} tokens leave no room for output: the model "
-                f"takes {length} in all"
+                f"takes {length} tokens of prompt and output"
             )
         if self.params.max_tokens is None and not length:
             raise UsageError(
@@ -203,21 +207,23 @@ class RolloutRequest:
                 ("sampling_params.logit_bias", bias),
             ):
                 if ids and max(ids) >= vocabulary:
-                    raise UsageError(f"{name}: token {max(ids)} of a vocabulary of {vocabulary}")
+                    raise UsageError(
+                        f"{name}: token {max(ids)} exceeds a vocabulary of {vocabulary}"
+                    )
 
 
 def make_request(
     prompt_token_ids: Sequence[int],
     sampling_params: Any,
     *,
-    session_id: str | None,
-    on_inexact: OnInexact,
     decodes: bool,
-    extra: Mapping[str, Any],
+    session_id: str | None = None,
+    on_inexact: OnInexact = "restart",
+    extra: Mapping[str, Any] = MappingProxyType({}),
     client_id: str = "",
     asked_id: str = "",
 ) -> RolloutRequest:
-    """Makes a request, and checks it as far as that is possible without engines.
+    """Makes a request, and checks all that can be checked without engines.
 
     Args:
         prompt_token_ids: the prompt: a list, an array or a tensor.
@@ -245,10 +251,10 @@ def make_request(
         raise UsageError(named("sampling_params", error)) from None
     if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_CHARS:
         raise UsageError(
-            f"session_id: {len(session_id)} characters; 1 to {MAX_SESSION_CHARS} are taken"
+            f"session_id: has {len(session_id)} characters; must have 1 to {MAX_SESSION_CHARS}"
         )
     if on_inexact not in ("restart", "continue", "raise"):
-        raise UsageError(f"on_inexact={on_inexact!r}: restart, continue or raise")
+        raise UsageError(f"on_inexact={on_inexact!r}: must be restart, continue or raise")
     if params.stop and not decodes:
         raise UsageError(
             "sampling_params.stop: needs a tokenizer: RolloutClient(tokenizer=...), or "
@@ -289,8 +295,8 @@ def plain_params(params: Any) -> Mapping[str, Any]:
     """Returns sampling parameters as a mapping.
 
     Args:
-        params: a mapping, or vLLM's ``SamplingParams``, of which those that differ from its
-            defaults count. Those are left out that only say how vLLM makes text of tokens.
+        params: a mapping, or vLLM's ``SamplingParams``. Of the latter, fields that have their
+            default or only concern detokenization are left out.
 
     Raises:
         UsageError: ``params`` is of another type.
@@ -299,8 +305,8 @@ def plain_params(params: Any) -> Mapping[str, Any]:
         return params
     if not isinstance(params, msgspec.Struct):
         raise UsageError(
-            f"sampling_params={type(params).__name__}: a mapping, such as "
-            '{"max_tokens": 64}, or SamplingParams of vLLM'
+            f"sampling_params: is of type {type(params).__name__}; must be a mapping, such as "
+            '{"max_tokens": 64}, or vLLM\'s SamplingParams'
         )
     default = type(params)()
     given = {
@@ -320,14 +326,14 @@ def plain_params(params: Any) -> Mapping[str, Any]:
 
 
 def _plain_tokens(tokens: Any) -> list[Any]:
-    """Returns token ids as a list, which a tensor or an array of one dimension becomes, too."""
+    """Returns token ids as a list, also from a one-dimensional tensor or array."""
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     return [each.item() if hasattr(each, "item") else each for each in tokens]
 
 
 def named(field: str, error: Exception) -> str:
-    """Returns the text of a msgspec error, after the wrong field's full name.
+    """Returns a msgspec error's text, preceded by the full name of the wrong field.
 
     Args:
         field: the name of the decoded object, such as ``sampling_params``; empty: none.
@@ -342,15 +348,15 @@ def named(field: str, error: Exception) -> str:
 def _check_numbers(params: SamplingParameters) -> None:
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise UsageError(
-            f"sampling_params.min_tokens: {params.min_tokens} is more than {params.max_tokens=}"
+            f"sampling_params.min_tokens: {params.min_tokens} exceeds {params.max_tokens=}"
         )
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     if not all(stops):
-        raise UsageError("sampling_params.stop: an empty string")
+        raise UsageError("sampling_params.stop: must not have an empty string")
     if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_CHARS for stop in stops):
         raise UsageError(
-            f"sampling_params.stop: more than {_MAX_STOPS} strings, or {_MAX_STOP_CHARS} characters"
+            f"sampling_params.stop: at most {_MAX_STOPS} strings of {_MAX_STOP_CHARS} characters"
         )
     for token in params.logit_bias or ():
         if not token.isdecimal() or len(token) > _MAX_DIGITS:
-            raise UsageError(f"sampling_params.logit_bias: {token!r} is no token id")
+            raise UsageError(f"sampling_params.logit_bias: {token!r} is not a token id")

@@ -37,7 +37,7 @@ class Attempt:
             quarantine), ``rejected`` (the engine admitted no requests), ``unreachable``, ``died``,
             ``broken`` (the answer was invalid), ``stalled`` (no token for too long), ``unfetched``
             (the engine could not fetch the keys and values from a prefill engine), ``unknown`` (the
-            engine does not have the model; another one may).
+            engine does not have the model; another engine may).
     """
 
     engine: str
@@ -50,22 +50,23 @@ class Choice:
     """One of the ``n`` answers to a prompt.
 
     Attributes:
+        index: the choice's index, from 0 to ``n - 1``.
         token_ids: the output tokens, without the prompt.
-        logprobs: the log-probability of each token, as its engine reported it when it was sampled;
-            None if the sampling parameters request none.
+        logprobs: the log-probability of each token, as reported by the engine that sampled the
+            token; None if the sampling parameters request no log-probabilities.
         text: the text of all tokens, up to the stop string, or to the token that ended the choice;
             None without a tokenizer.
         finish_reason: ``stop``, ``length``, ``abort`` (by
             :meth:`~trainer_agent._rollouts.client.RolloutClient.abort_requests`), or another reason
             of the engine's own, such as ``repetition`` (of ``repetition_detection``).
-        stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended it; None
-            for the model's own end of sequence, and for ``length``.
+        stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended the
+            choice; None for the model's own end of sequence, and for ``length``.
         spans: the spans in order, which cover each token once.
         attempts: the attempts in order; several if the request was interrupted.
-        inexact: why the tokens may differ from those of an uninterrupted request; empty if they
-            can't.
-        top_logprobs: for each token the log-probabilities of the likeliest ones in its place, by
-            token; None if the parameter ``logprobs`` is None or 0.
+        inexact: why the tokens may differ from those of an uninterrupted request; empty: they are
+            the same.
+        top_logprobs: for each position, the log-probabilities of the likeliest tokens, by token
+            id; None if the parameter ``logprobs`` is None or 0.
     """
 
     index: int
@@ -100,8 +101,8 @@ class ChatCompletion(Completion):
     """A completion with the message of each choice.
 
     Attributes:
-        messages: for each choice its message, with ``role``, ``content``, and ``tool_calls`` and
-            ``reasoning`` if engines parse them.
+        messages: the message of each choice, with ``role``, ``content``, and ``tool_calls`` and
+            ``reasoning`` if engines parse these.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -114,12 +115,13 @@ class TokenDelta:
     Attributes:
         index: the index of the choice.
         token_ids: the new tokens.
-        logprobs: their log-probabilities; None if the sampling parameters request none.
-        version: the version that sampled the last token; None if it is unknown, or if the engine
-            reports versions only at the end. The :class:`Completion` then has the versions.
+        logprobs: the log-probability of each new token; None if the sampling parameters request no
+            log-probabilities.
+        version: the version that sampled the last token; None if the version is unknown, or if the
+            engine reports versions only at the end. The :class:`Completion` then has the versions.
         engine: the engine's name.
         finish_reason: as in :class:`Choice` if the choice has ended; else None.
-        top_logprobs: as in :class:`Choice`, of these tokens.
+        top_logprobs: as in :class:`Choice`, for the new tokens.
     """
 
     index: int

@@ -15,7 +15,7 @@ from trainer_agent._rollouts.results import Completion
 from trainer_agent._rollouts.text import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     import aiohttp
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer_agent._rollouts.router import EngineLoad
 
 _POISONED: Final = 2
-_DECODED_AT_ONCE: Final = 8192  # tokens, in the event loop: some 10 ms
+_DECODED_AT_ONCE: Final = 8192  # most tokens that are decoded in the event loop: some 10 ms
 _RESTARTS: Final = 10
 _ASK_AGAIN_S: Final = 0.5
 
@@ -37,8 +37,8 @@ class RolloutRun:
 
     Args:
         tokenizer: decodes tokens to text; None: no text and no stop strings.
-        deliver: called with the new tokens that have arrived at once. What it returns is awaited
-            before more of the answer is read. These tokens can't be taken back, so with
+        deliver: called with the new tokens that arrived together. An awaitable that it returns is
+            awaited before more of the answer is read. Delivered tokens can't be taken back, so with
             ``deliver`` a choice that has tokens never restarts from the prompt.
     """
 
@@ -57,7 +57,7 @@ class RolloutRun:
         self._deliver = deliver
         self._blamed = _Blamed(request.id, pool)
         self._choices: list[ChoiceState] = []
-        self._refused_s: float | None = None  # since when engines refuse each attempt
+        self._refused_s: float | None = None  # time of the first of the refused attempts in a row
 
     async def run(self) -> Completion:
         """Sends attempts until all choices are done.
@@ -68,7 +68,7 @@ class RolloutRun:
         """
         async with self._pool.under_way(self._request.id, self._request.asked_id):
             await self._run()
-        choices = self._choices or self._make_choices(RequestLimits())  # aborted at once
+        choices = self._choices or self._make_choices(RequestLimits())  # aborted before any attempt
         return Completion(self._request.id, self._request.prompt, await _results(choices))
 
     def _make_choices(self, limits: RequestLimits) -> list[ChoiceState]:
@@ -83,7 +83,8 @@ class RolloutRun:
         limits = self._pool.router.limits_of(len(request.prompt), request.params.max_tokens)
         request.check(limits)
         choices = self._choices = self._make_choices(limits)
-        # One request for all choices; a hand-over from prefill to decode engines is for one choice.
+        # One HTTP request for all choices, except with prefill and decode engines, where keys and
+        # values are handed over for one choice.
         while not (
             self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
         ):
@@ -135,7 +136,7 @@ class RolloutRun:
                 choice.pace(begun_s, self._pool.now_s())
             self._judge(choices, load, cut, begun_s)
         finally:
-            # Last, because a request that waits goes to the engine at once.
+            # Last, because this may assign the engine to a waiting request at once.
             self._pool.release(load, len(choices))
         is_refused = cut is None or cut.how in ("rejected", "unreachable")
         if not is_refused or any(choice.done or choice.gained for choice in choices):
@@ -146,10 +147,10 @@ class RolloutRun:
             await self._pool.require_engines(self._refused_s, self._blamed.last)
 
     async def _acquire(self, sequences: int, length: int) -> EngineLoad:
-        """Waits for an engine that takes as many tokens as the request may have.
+        """Waits for an engine that takes ``length`` tokens of prompt and output.
 
         Raises:
-            NoEngine: for ``unavailable_s`` only engines that take fewer were available.
+            NoEngine: for ``unavailable_s``, all available engines took fewer tokens.
         """
         request, pool = self._request, self._pool
         since_s = pool.now_s()
@@ -163,13 +164,13 @@ class RolloutRun:
             pool.release(load, sequences)
             if pool.now_s() - since_s > pool.unavailable_s:
                 raise NoEngine(
-                    f"request {request.id}: needs an engine that takes {length} tokens; "
+                    f"request {request.id} needs an engine that takes {length} tokens; "
                     f"{load.route.engine} takes {load.route.limits.max_model_len}"
                 )
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Applies ``on_inexact`` to a choice that for these reasons can't continue exactly."""
+        """Applies ``on_inexact`` to a choice that can't continue exactly for ``reasons``."""
         if not reasons:
             return
         request = self._request
@@ -179,14 +180,14 @@ class RolloutRun:
             if choice.restarts >= _RESTARTS:
                 raise RolloutFailed(
                     f"request {request.id} was interrupted {choice.restarts + 1} times, and "
-                    f"restarted from its prompt each time, because of {', '.join(reasons)}; "
-                    f'on_inexact="continue" keeps its tokens; {self._blamed.last}'
+                    f"restarted from its prompt each time, because of {', '.join(reasons)}; pass "
+                    f'on_inexact="continue" to keep its tokens; the last: {self._blamed.last}'
                 )
             choice.restart()
         else:
             raise RolloutFailed(
-                f"request {request.id} was interrupted, and can't continue exactly: "
-                f"{', '.join(reasons)}; {self._blamed.last}"
+                f"request {request.id} was interrupted, and can't continue exactly because of "
+                f"{', '.join(reasons)}; the last: {self._blamed.last}"
             )
 
     async def _read(
@@ -195,29 +196,32 @@ class RolloutRun:
         """Reads an engine's answer until all choices have ended.
 
         Raises:
-            Cut: the answer ends before that.
+            Cut: the answer ends before that, or the engine lacks a model that others may have.
         """
-        async with (
-            self._watched(load) as attempt,
-            contextlib.aclosing(_pieces(self._pool, self._http, load, body)) as stream,
-        ):
-            async for batch in stream:
-                if attempt.limit.when() is not None:  # it must not be cancelled as it delivers
-                    raise _stalled(self._pool)
-                fresh: list[TokenDelta] = []
-                try:
-                    if _take(batch, choices, load.route.engine, fresh):
-                        return
-                finally:
-                    if fresh:
-                        self._pool.on_token(attempt)
-                        if taken := self._deliver and self._deliver(fresh):
-                            await attempt.wait_for_caller(taken)
+        engine, pool = load.route.engine, self._pool
+        answer = pieces(self._http, load.route.endpoint, body)
+        try:
+            async with self._watched(load) as attempt, contextlib.aclosing(answer) as stream:
+                async for batch in stream:
+                    if attempt.limit.when() is not None:  # expired; delivery must not be cancelled
+                        raise _stalled(pool)
+                    fresh: list[TokenDelta] = []
+                    try:
+                        if _take(batch, choices, engine, fresh):
+                            return
+                    finally:
+                        if fresh:
+                            pool.on_token(attempt)
+                            if taken := self._deliver and self._deliver(fresh):
+                                await attempt.wait_for_caller(taken)
+        except UnknownModel as error:
+            raise pool.refused_models.cut(error, body, engine, pool.router.samplers) from None
 
     async def _prefill(self, body: dict[str, Any]) -> str:
         """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
 
-        Returns the prefill engine's name; empty if the decode engine must compute the prompt.
+        Returns:
+            The prefill engine's name; empty if the decode engine must compute the prompt.
         """
         tried: set[str] = set()
         router, client = self._pool.router, self._request.client_id
@@ -280,18 +284,6 @@ class RolloutRun:
             )
 
 
-async def _pieces(
-    pool: EnginePool, http: aiohttp.ClientSession, load: EngineLoad, body: dict[str, Any]
-) -> AsyncGenerator[list[Piece]]:
-    """Yields an engine's answer; the attempt is cut if others may have the model that it lacks."""
-    try:
-        async for batch in pieces(http, load.route.endpoint, body):
-            yield batch
-    except UnknownModel as error:
-        name, engines = load.route.engine, pool.router.samplers
-        raise pool.refused_models.cut(error, body, name, engines) from None
-
-
 def _stalled(pool: EnginePool) -> Cut:
     return Cut("stalled", f"no token for {pool.stall_s:g} s")
 
@@ -309,7 +301,7 @@ def _take(
     """
     for piece in batch:
         if not 0 <= piece.index < len(choices):
-            raise Cut("broken", f"choice {piece.index} of {len(choices)}")
+            raise Cut("broken", f"the answer has choice {piece.index} of {len(choices)}")
         choice = choices[piece.index]
         delta = choice.take(piece, engine)
         if delta is not None:
@@ -332,28 +324,28 @@ class _Blamed:
 
     Attributes:
         avoid: their names.
-        last: how the last failed attempt ended, and on which engine.
+        last: how the last failed attempt ended, and on which engine; for error texts.
     """
 
     def __init__(self, request_id: str, pool: EnginePool) -> None:
         self._request_id = request_id
         self._pool = pool
-        # The engines that died while they ran the request: name and endpoint, when, and since
-        # which routes they were there.
+        # Engines that died while they ran the request: (name, endpoint, time of death, the engine's
+        # `since`).
         self._died: list[tuple[str, str, float, int]] = []
         self.avoid = frozenset[str]()
         self.last = ""
 
     def add(self, load: EngineLoad, cut: Cut, begun_s: float, *, has_gained: bool = False) -> None:
-        """Records that an engine's answer was cut off; the request avoids the engine afterwards.
+        """Records a failed attempt; the request avoids its engine afterwards.
 
         Args:
-            begun_s: when the attempt began. Attempts that ran at the same time see one death.
-            has_gained: whether the attempt gave a token. An engine that has given none since its
-                death, and has not returned to the routes, is still dying.
+            begun_s: when the attempt began. Attempts that ran at the same time count as one death.
+            has_gained: whether the attempt gave a token. Until an engine gives a token again, or
+                returns to the routes, its failures count as the same death.
 
         Raises:
-            RequestPoisoned: it is the second death of an engine.
+            RequestPoisoned: two engines have died of the request, or one engine twice.
         """
         engine, endpoint = load.route.engine, load.route.endpoint
         if cut.how in ("rejected", "unreachable", "died"):
@@ -372,5 +364,5 @@ class _Blamed:
             names = ", ".join(sorted(name for name, *_ in self._died))
             raise RequestPoisoned(
                 f"request {self._request_id}: {names} failed while they ran it, so no other engine "
-                f"gets it; the last: {self.last}"
+                f"gets this request; the last: {self.last}"
             )

@@ -1,27 +1,30 @@
-"""Buffers rollouts for the trainer, and limits how old their weights may be.
+"""Buffers rollouts for the trainer, and limits the age of their weights.
 
 The age of a sample is the number of versions of the model that were committed after the oldest
-version that sampled one of its tokens. Version numbers have gaps, since failed updates, drafts and
-adapters use numbers too. So the buffer counts only versions passed to
-:meth:`RolloutBuffer.on_commit`.
+version that sampled one of its tokens. Version numbers have gaps, because failed updates, drafts
+and adapters use numbers too. So the buffer counts only the versions that
+:meth:`RolloutBuffer.on_commit` has received.
 
 ==================  ====================  ==========================================================
 event               possible if           effect
 ==================  ====================  ==========================================================
 a rollout starts    ``capacity()`` > 0    it is under way, and last in the order of starting
-it adds a sample    it is under way       it is finished and keeps its place; dropped if too old
+a sample is added   it is under way       it is finished; dropped if the sample is too old
 it ends without     it is under way       it leaves the order
 ``on_commit(v)``    v is the newest       the next step begins; samples that are too old are dropped
-``take(n)``         n are finished        they leave the order, and count as taken in this step
+``take(n)``         n are finished        these leave the order, and count as taken in this step
 ==================  ====================  ==========================================================
 
-With the policy ``raise``, samples that are too old are dropped only when they are next to be taken,
-with an error.
+With the policy ``raise``, a sample that is too old is dropped only when its turn comes in ``take``,
+which raises an error.
 
-Invariants: taken in this step + under way + finished <= (``max_age_steps`` + 1) x
-``samples_per_step``, unless more samples were taken than a step uses; no sample older than
-``max_age_steps`` is taken; if each step takes ``samples_per_step`` in order and then commits once,
-no sample whose rollout waited for capacity becomes too old.
+Invariants:
+
+- Unless a step takes more samples than ``samples_per_step``: taken in this step + under way +
+  finished <= (``max_age_steps`` + 1) x ``samples_per_step``.
+- No sample older than ``max_age_steps`` is taken.
+- If each step takes ``samples_per_step`` in order and then commits once, no sample whose rollout
+  waited for capacity becomes too old.
 """
 
 from __future__ import annotations
@@ -71,12 +74,12 @@ class BufferedRollout(Generic[T]):
 
     Attributes:
         version: the oldest version that may have sampled one of its tokens.
-        sample: a tuple with the sample; None until it is added.
+        sample: a tuple of one, the sample; None until :meth:`add`.
     """
 
     def __init__(self, buffer: RolloutBuffer[T], version: int) -> None:
         self._buffer = buffer
-        self.version = version  # the oldest version that may have sampled a token
+        self.version = version
         self.sample: tuple[T] | None = None
 
     def add(self, sample: T, *completions: Completion) -> bool:
@@ -84,11 +87,15 @@ class BufferedRollout(Generic[T]):
 
         Args:
             sample: any object for the trainer, such as completions with their rewards.
-            completions: all completions in the sample. Their oldest span determines its age; tokens
-                of an unknown version count as of the version at the rollout's start.
+            completions: all completions in the sample. Their oldest span determines the sample's
+                age. A token of an unknown version counts as sampled by the version at the rollout's
+                start.
 
         Returns:
-            Whether the sample is kept; False if it is too old.
+            Whether the sample is kept; False: it is too old.
+
+        Raises:
+            UsageError: the rollout has added a sample already, or has ended.
         """
         spans = [s for done in completions for choice in done.choices for s in choice.spans]
         if spans:
@@ -115,9 +122,12 @@ class RolloutBuffer(Generic[T]):
     Args:
         max_age_steps: the greatest age, in commits of the model, at which samples are taken. With
             0 the trainer takes only samples of the newest version.
-        policy: how to handle older samples: ``drop`` them, or ``raise`` when they are next.
+        policy: how to handle older samples: ``drop`` them, or ``raise`` an error in :meth:`take`.
         samples_per_step: how many samples the trainer takes between two commits.
-        step: the number of the trainer's present step; each commit begins the next one.
+        step: the number of the trainer's present step; each commit begins the next step.
+
+    Raises:
+        UsageError: an argument is wrong.
     """
 
     def __init__(
@@ -133,7 +143,7 @@ class RolloutBuffer(Generic[T]):
         if samples_per_step < 1:
             raise UsageError(f"samples_per_step={samples_per_step}: must be at least 1")
         if policy not in ("drop", "raise"):
-            raise UsageError(f"policy={policy!r}: drop or raise")
+            raise UsageError(f"policy={policy!r}: must be drop or raise")
         self.max_age_steps = max_age_steps
         self.policy = policy
         self.samples_per_step = samples_per_step
@@ -146,7 +156,7 @@ class RolloutBuffer(Generic[T]):
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """Returns how many rollouts may start now without being too old when used.
+        """Returns how many rollouts may start now without becoming too old for use.
 
         This assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
         and samples that this step has taken reduce the capacity.
@@ -160,9 +170,9 @@ class RolloutBuffer(Generic[T]):
         """Returns how many finished samples are young enough.
 
         Args:
-            current_version: the version for which ages are computed. Commits up to that version
-                count, and the version itself, even if it is not committed yet. Samples whose
-                tokens are all later don't count. Default: the newest version.
+            current_version: the version for which ages are computed. Commits up to and including
+                this version count, even if this version is not committed yet. Samples whose tokens
+                are all of later versions don't count. Default: the newest version.
             max_age_steps: the greatest age that counts. Default: the buffer's own.
         """
         limit = self.max_age_steps if max_age_steps is None else max_age_steps
@@ -189,7 +199,7 @@ class RolloutBuffer(Generic[T]):
             UsageError: the version is not newer than the last one.
         """
         if self._commits and version <= self._commits[-1]:
-            raise UsageError(f"version {version}: {self._commits[-1]} was committed before")
+            raise UsageError(f"version {version}: must be newer than {self._commits[-1]}")
         self._commits.append(version)
         self.step += 1
         self._taken = 0
@@ -214,20 +224,22 @@ class RolloutBuffer(Generic[T]):
                 self._remove(rollout)
 
     async def take(self, count: int | None = None, *, in_order: bool = False) -> RolloutBatch[T]:
-        """Waits for finished samples; returns them in the order in which their rollouts started.
+        """Waits for finished samples, and returns the samples whose rollouts started first.
 
         Args:
             count: how many samples to take. Default: ``samples_per_step``.
-            in_order: whether to wait for the rollouts that started first, even if later ones have
-                finished. No sample then becomes too old, but a slow rollout delays the trainer.
+            in_order: whether to wait for the rollouts that started first, even if later rollouts
+                have finished. Then no sample becomes too old, but a slow rollout delays the
+                trainer.
 
         Raises:
-            RolloutsTooOld: with the policy ``raise``, if samples were too old; they are dropped.
+            RolloutsTooOld: with the policy ``raise``, samples were too old; these are dropped.
+            UsageError: ``count`` is less than 1, or more than the buffer can hold.
         """
         count = self.samples_per_step if count is None else count
         most = (self.max_age_steps + 1) * self.samples_per_step
         if not 1 <= count <= most:
-            raise UsageError(f"count={count}: from 1 to {most}, as many as there may be at a time")
+            raise UsageError(f"count={count}: must be from 1 to {most}, the buffer's size")
         chosen: list[BufferedRollout[T]] = []
 
         def is_there() -> bool:
@@ -238,8 +250,8 @@ class RolloutBuffer(Generic[T]):
         await _until(self._has_samples, is_there)
         if old := self._drop_old(dict.fromkeys(chosen)):
             raise RolloutsTooOld(
-                f"{len(old)} of {count} samples are too old: their ages are {old} commits, and "
-                f"max_age_steps is {self.max_age_steps}"
+                f"{len(old)} of {count} samples are too old and were dropped: their ages are {old} "
+                f"commits, and max_age_steps is {self.max_age_steps}"
             )
         self._taken += count
         for rollout in chosen:
@@ -252,7 +264,7 @@ class RolloutBuffer(Generic[T]):
 
     def _finish(self, rollout: BufferedRollout[T], sample: T) -> bool:
         if rollout not in self._order or rollout.sample:
-            raise UsageError("add: the rollout has added its sample, or has ended")
+            raise UsageError("add: this rollout has added its sample already, or has ended")
         rollout.sample = (sample,)
         if self.policy == "drop" and self._drop_old({rollout: None}):
             return False
@@ -283,7 +295,7 @@ class RolloutBuffer(Generic[T]):
     def _remove(self, rollout: BufferedRollout[T]) -> None:
         self._order.pop(rollout, None)
         self._has_capacity.set()
-        self._has_samples.set()  # in order, another waiter may be next
+        self._has_samples.set()  # with `in_order`, a waiter may have the rollout that is first now
 
 
 async def _until(changed: asyncio.Event, is_true: Callable[[], bool]) -> None:

@@ -1,26 +1,26 @@
-"""Chooses the engine of each request. No I/O; callers pass the time, in seconds.
+"""Chooses the engine of each request. Does no I/O; callers pass the time, in seconds.
 
 ========================  ===================================================================
 a request                 goes to
 ========================  ===================================================================
-of a session              the engine that served the session last, while it is routable
-of a new session          by rendezvous hashing: the engine with the highest score that has at
-                          most 1.25 times the mean of sessions
+of a session              the engine that served the session last, while that engine is routable
+of a new session          by rendezvous hashing: the engine with the highest score among those with
+                          at most 1.25 times the mean number of sessions
 without a session         the least loaded engine
 ========================  ===================================================================
 
-Prefill engines are not chosen while another engine is routable. They compute the prompts of
-requests that run on decode engines (:meth:`Router.prefills`).
+Prefill engines are not chosen while another engine is routable. Instead, they compute the prompts
+of requests that run on decode engines (:meth:`Router.prefills`).
 
 Requests that may run on the same engines wait in one queue (:class:`WaitingRequests`): those of one
 engine's sessions, or those that any engine may take. In a queue, clients take turns, and each
 client's requests keep their order. The work for a request does not depend on how many others wait.
 
 Invariants: at most ``window`` sequences are in flight on an engine, unless a single request has
-more. A window is at least one and at most the engine's slots (sequences that it runs at once). It
-halves on rejections and while requests wait in the engine. It grows on completions: by one for each
-up to its goal, beyond that by one per window of completions. A session moves only if its engine
-leaves the routes, or if its request must avoid the engine.
+more. A window is between one and the engine's slots (the sequences that the engine runs at once).
+A window halves on rejections and while requests wait in the engine. It grows on completions: up to
+its goal by one for each completion, beyond the goal by one per window of completions. A session
+moves only if its engine leaves the routes, or if its request must avoid the engine.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
 # The share of a halved window that completions restore fast. An engine that was closed or paused
-# can take as many requests as before. An engine in which requests waited had too many.
+# can take as many requests as before; an engine in which requests waited can't.
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
-_PEAKS: Final = 3  # reports kept; an engine's count may be that many reports old
-# The engine of a session ("": any engine; None: no engine is there), and the engines to avoid.
+_PEAKS: Final = 3  # reports kept, because an engine's count may be that many reports old
+# The engine of a session ("": no session; None: no engine is routable), and the engines to avoid.
 QueueKey: TypeAlias = tuple[str | None, frozenset[str]]
 
 
@@ -61,20 +61,21 @@ class EngineLoad:
 
     Attributes:
         route: the engine's endpoint and limits.
-        window: how many of this client's sequences may be in flight there.
-        in_flight: how many of this client's sequences are in flight there.
+        window: how many of this client's sequences may be in flight on the engine.
+        in_flight: how many of this client's sequences are in flight on the engine.
         held_until_s: until when no request is sent to the engine, in seconds.
         hold_s: how long the next hold lasts, in seconds.
         others: how many sequences of other clients the engine has.
         peaks: the greatest ``in_flight`` since the broker's last report of the engine's requests,
-            then those between earlier reports, the latest first.
+            then the greatest values between earlier reports, the latest first.
         queued: how many requests the engine had in the last report, if some of them waited; else 0.
         goal: the window size below which each finished sequence adds one to the window.
-        waiting: how many requests waited there in the last report; None: it reports none.
-        step: the number of the core's last step, in that report.
-        progress_s: when the engine was last seen to give any request a token, in seconds.
-        newest_s: when the latest of the requests began that got a first token since the last look.
-        since: the revision of the routes to which the engine came, or returned after a death.
+        waiting: how many requests waited in the engine in the last report; None: unknown.
+        step: the number of the engine core's last step in that report.
+        progress_s: when the engine last gave any request a token, in seconds.
+        newest_s: among the attempts that got their first token since the last look, when the latest
+            began, in seconds.
+        since: the revision of the routes that added the engine, for the first time or again.
     """
 
     route: Route
@@ -112,12 +113,12 @@ class EngineLoad:
         return 0 < self.route.limits.max_model_len < length
 
     def take(self, sequences: int) -> None:
-        """Adds sequences that are sent to the engine; :meth:`Router.release` removes them."""
+        """Counts sequences as in flight, until :meth:`Router.release`."""
         self.in_flight += sequences
         self.peaks = (max(self.peaks[0], self.in_flight), *self.peaks[1:])
 
     def halve_window(self, regained: float) -> None:
-        """Halves the window; it soon grows back to the share ``regained`` of its former size."""
+        """Halves the window; completions soon restore ``regained`` of its former size."""
         self.goal = regained * max(self.window, self.goal)
         self.window = max(1.0, self.window / 2)
 
@@ -128,14 +129,14 @@ class Router:
     Attributes:
         engines: the routable engines, by name.
         samplers: the engines that sample: all but prefill engines, or all if there are no others.
-        limits: the limits that all engines accept; 0 where no engine reports a limit.
-        is_split: whether some engines prefill for others that decode.
+        limits: the strictest limits among the engines; 0 where no engine reports a limit.
+        is_split: whether the group has both prefill and decode engines.
         revision: grows with each update of the routes.
     """
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineLoad] = {}
-        # By engine and endpoint: the routed engines, and those with requests of this client.
+        # By engine and endpoint: the routed engines, and gone engines with requests in flight.
         self._loads: dict[tuple[str, str], EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()  # the least recently used first
         self._count: Counter[str] = Counter()  # sessions of each engine
@@ -154,7 +155,7 @@ class Router:
                 key, EngineLoad(route, float(route.limits.slots or _UNKNOWN_SLOTS))
             )
             if route.engine not in self.engines:
-                load.held_until_s, load.since = 0.0, self.revision  # it is back
+                load.held_until_s, load.since = 0.0, self.revision  # new, or back
             load.route = route
             now[route.engine] = load
         self.engines = now
@@ -166,12 +167,12 @@ class Router:
         self.limits = _strictest([load.route.limits for load in now.values()])
 
     def take_figures(self, engines: Iterable[EngineView], now_s: float = 0.0) -> None:
-        """Stores each engine's number of requests, as the broker reports it, and its progress.
+        """Stores the broker's report of each engine's requests and steps.
 
         An engine without a report counts as one without requests of other clients. An engine's
         window is halved if requests wait there in two reports in a row, and the number of its
-        requests has not grown: then the engine lacks slots or memory. Requests that wait in one
-        report alone may only wait for the next step.
+        requests has not grown: then the engine lacks slots or memory. Requests that wait in only
+        one report may just wait for the next step.
         """
         known = {(each.name, each.endpoint): each for each in engines}
         for key, load in self._loads.items():
@@ -187,29 +188,17 @@ class Router:
             if 0 < load.queued <= queued:
                 load.halve_window(_AFTER_QUEUE)
 
-    def pick(
-        self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
-    ) -> EngineLoad | None:
-        """Chooses a request's engine, and counts its sequences there until :meth:`release`.
+    def least_loaded(self, now_s: float, avoid: Collection[str] = ()) -> EngineLoad | None:
+        """Returns the least loaded engine for a request that needs no slot.
 
         Args:
-            session: the request's session, or None.
-            sequences: how many sequences the request has.
-            now_s: the time, in seconds.
-            avoid: engines that failed the request before, used only if there are no others.
+            avoid: engines that failed the request, used only if there are no others.
 
         Returns:
-            The engine; None if the request must wait.
+            The engine; None if all engines are full or have rejected requests just now.
         """
-        able = self.able(avoid)
-        if session is not None:
-            name = self.place(session, avoid)
-            able = {name: able[name]} if name is not None else {}
-        for load in sorted(able.values(), key=lambda e: (e.fill, e.route.engine)):
-            if load.has_room(sequences, now_s):
-                load.take(sequences)
-                return load
-        return None
+        free = [load for load in self.able(avoid).values() if load.has_room(0, now_s)]
+        return min(free, key=lambda load: (load.fill, load.route.engine), default=None)
 
     def able(self, avoid: Collection[str] = ()) -> dict[str, EngineLoad]:
         """Returns the engines that sample, without those to avoid unless there are no others."""
@@ -225,7 +214,7 @@ class Router:
         return frozenset(name for name, e in self.engines.items() if e.is_too_short(length))
 
     def avoiding(self, avoid: frozenset[str], length: int) -> frozenset[str]:
-        """Adds the engines that take too few tokens to those that failed a request.
+        """Returns the engines to avoid: failed engines, and engines that take too few tokens.
 
         Args:
             avoid: engines that failed the request; left out of the result if no others remain.
@@ -237,11 +226,11 @@ class Router:
         return short | avoid
 
     def limits_of(self, prompt: int, max_tokens: int | None) -> RequestLimits:
-        """Returns the limits of a request: those of the engines that may run it.
+        """Returns the limits of a request: those of the engines that may run the request.
 
         Args:
             prompt: how many tokens the prompt has.
-            max_tokens: how many tokens the output may have. None: as many as each engine takes
+            max_tokens: how many tokens the output may have. None: as many as every engine allows
                 that takes the prompt.
         """
         limits = [load.route.limits for load in self.samplers.values()]
@@ -269,28 +258,23 @@ class Router:
         load.hold_s = _HOLD_S
 
     def rejected(self, load: EngineLoad, now_s: float) -> None:
-        """Records that an engine rejects requests or is unreachable, and sends none for a while."""
-        if now_s >= load.held_until_s:  # once for all requests that were in flight
+        """Records that an engine rejects requests or is unreachable, and avoids it for a while."""
+        if now_s >= load.held_until_s:  # only once for all requests that were in flight
             load.halve_window(_AFTER_REJECTION)
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 
     def finish_session(self, session: str) -> None:
-        """Ends a session, so that its engine has room for another one."""
+        """Ends a session, so that its engine has room for another session."""
         engine = self._sessions.pop(session, None)
         if engine is not None:
             self._count[engine] -= 1
 
-    def engine_of(self, session: str) -> str | None:
-        """Returns the name of a session's engine, or None."""
-        return self._sessions.get(session)
-
     def place(self, session: str, avoid: Collection[str] = ()) -> str | None:
-        """Returns the name of a session's engine, which is chosen now if it has none.
+        """Returns the name of a session's engine, and chooses the engine of a new session.
 
         Args:
-            session: the session.
-            avoid: as in :meth:`able`.
+            avoid: engines that failed the request, used only if there are no others.
         """
         able = self.able(avoid)
         last = self._sessions.get(session)
@@ -303,7 +287,7 @@ class Router:
         total = sum(self._count[name] for name in able) + 1
         bound = math.ceil(_LOAD_BOUND * total / len(able))
         ranked = sorted(able, key=lambda name: _score(session, name), reverse=True)
-        # One has less than the mean, so this is never empty.
+        # At least one engine has fewer sessions than the mean, so this finds an engine.
         chosen = next(name for name in ranked if self._count[name] < bound)
         self._sessions[session] = chosen
         self._count[chosen] += 1
@@ -317,13 +301,13 @@ class Waiter:
     """A request that waits for an engine.
 
     Attributes:
-        client: who takes turns with others.
+        client: the client that takes turns with others.
         session: the request's session, or None.
         sequences: how many sequences the request has.
         avoid: names of engines that failed the request.
         since_s: since when the request waits, in seconds.
         granted: the engine; None: no engine is left that may be chosen.
-        queue: where the request waits; None: nowhere any more.
+        queue: the queue in which the request waits; None: the request no longer waits.
     """
 
     client: str
@@ -337,7 +321,7 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """A client's requests in a queue; ``number``: when it got its place among the clients."""
+    """A client's requests in a queue; the client with the lowest ``number`` is next."""
 
     number: int
     waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
@@ -365,12 +349,12 @@ class WaitingRequests:
         return len(self._arrivals)
 
     def add(self, waiter: Waiter, key: QueueKey, engines: Collection[str]) -> bool:
-        """Adds a request to a queue; returns False if others wait there, so that it waits, too.
+        """Adds a request to a queue; returns whether the request is the queue's first.
 
         Args:
             waiter: the request.
             key: the queue's key.
-            engines: the names of the engines that the requests of this queue may run on.
+            engines: the names of the engines on which the requests of this queue may run.
         """
         queue = self._queues.get(key)
         is_first = queue is None
@@ -387,7 +371,7 @@ class WaitingRequests:
         return is_first
 
     def first(self, engine: str) -> Waiter | None:
-        """Returns the request whose turn it is at an engine, whether there is room or not."""
+        """Returns the request whose turn it is at an engine, even without room."""
         own = self._queues.get((engine, frozenset()))
         queues = [own] if own is not None else []
         queues += [queue for queue in self._shared.values() if engine in queue.engines]
@@ -395,10 +379,7 @@ class WaitingRequests:
         return min(heads, key=lambda head: head[0])[1] if heads else None
 
     def remove(self, waiter: Waiter) -> None:
-        """Removes a request; does nothing if it has left already.
-
-        If the request was granted an engine, its client is behind the others afterwards.
-        """
+        """Removes a request, if it still waits. If it got an engine, its client's turn ends."""
         queue = waiter.queue
         if queue is None:
             return
@@ -417,7 +398,7 @@ class WaitingRequests:
 
     @property
     def oldest_s(self) -> float:
-        """Since when the oldest request waits, in seconds; infinite if there is none."""
+        """Since when the oldest request waits, in seconds; infinite if no request waits."""
         return next(iter(self._arrivals)).since_s if self._arrivals else math.inf
 
     def pop_since(self, at_s: float) -> Iterator[Waiter]:
@@ -457,7 +438,7 @@ class WaitingRequests:
         return lost
 
     def _head(self, queue: Queue) -> tuple[int, Waiter] | None:
-        """Returns a queue's first request and the number of its turn; drops those that left."""
+        """Returns a queue's first request and its turn's number; drops requests that were ended."""
         while queue.turns:
             turn = next(iter(queue.turns.values()))
             waiter = next(iter(turn.waiters))
@@ -484,5 +465,5 @@ def _strictest(limits: Collection[RequestLimits]) -> RequestLimits:
 
 
 def _score(session: str, engine: str) -> bytes:
-    """Returns a session's score for an engine, for rendezvous hashing; equal in all processes."""
+    """Returns a session's score for an engine, for rendezvous hashing; the same in any process."""
     return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()

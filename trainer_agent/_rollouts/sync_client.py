@@ -70,7 +70,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         return self._call(lambda: self._async.chat(messages, tools, sampling_params, **options))
 
     def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
-        """Ends requests with the tokens that they have, as :meth:`RolloutClient.abort_requests`."""
+        """Ends requests, which keep their tokens, as :meth:`RolloutClient.abort_requests` does."""
         portal, client = self._connected()
         return portal.call(client.abort_requests, request_ids)
 

@@ -1,4 +1,4 @@
-"""Makes tokens of text beside the event loop, makes text of content parts, and names tokens."""
+"""Tokenizes and decodes in threads, flattens messages with content parts, and names tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-# Not asyncio's own threads: those look up the host names of engines.
+# Separate from asyncio's own threads, which look up host names of engines.
 _THREADS: Final = ThreadPoolExecutor(4, "wavebus-text")
 _PIECE_CHARS: Final = 1 << 16
-_CHARS_PER_TOKEN: Final = 4  # of a text that is tokenized at once
+_CHARS_PER_TOKEN: Final = 4  # texts with fewer characters per allowed token are tokenized at once
 _ADDED: Final = 2  # special tokens that a tokenizer may add to a text
-# Content parts that are text, and the field that has it.
+# Types of content parts that are text, and the field with the text.
 _TEXT_PARTS: Final = {
     "text": "text",
     "input_text": "text",
@@ -32,7 +32,7 @@ _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 async def in_thread(work: Callable[..., _Result], *args: Any) -> _Result:
-    """Runs work that may take long in a thread, and returns its result."""
+    """Runs long work in a thread, and returns its result."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *args)
 
 
@@ -45,8 +45,8 @@ async def encode(tokenizer: Any, text: str, field: str, most: int) -> list[int]:
         most: the greatest number of tokens that the model takes; 0: unknown.
 
     Raises:
-        UsageError: the text has more tokens: it is not tokenized to its end. Or the tokenizer does
-            not take it.
+        UsageError: the text has more than ``most`` tokens, or the tokenizer fails for the text. A
+            text that is too long is not tokenized to its end.
     """
     return await in_thread(_encode, tokenizer, text, field, most)
 
@@ -57,8 +57,8 @@ def _encode(tokenizer: Any, text: str, field: str, most: int) -> list[int]:
         return list(tokenizer.encode(text))
     except UsageError:
         raise
-    except Exception as error:  # whatever a tokenizer raises
-        raise UsageError(f"{field}: the tokenizer does not take it: {error}") from error
+    except Exception as error:  # a tokenizer may raise anything
+        raise UsageError(f"{field}: the tokenizer fails for this text: {error}") from error
 
 
 def check_length(tokenizer: Any, text: str, field: str, most: int) -> None:
@@ -67,20 +67,20 @@ def check_length(tokenizer: Any, text: str, field: str, most: int) -> None:
         return
     count = 0
     for start in range(0, len(text), _PIECE_CHARS):
-        # A token that a cut parts becomes several.
+        # A cut may split a token into several.
         count += len(tokenizer.encode(text[start : start + _PIECE_CHARS])) - 2 * _ADDED
         if count > most:
-            raise UsageError(f"{field}: more than the {most} tokens that the model takes in all")
+            raise UsageError(f"{field}: has more than the {most} tokens that the model takes")
 
 
 def flat_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages whose content is text, for a template that knows no content parts.
+    """Joins the content parts of each message into one text, for templates without parts.
 
     Raises:
-        UsageError: a message is malformed, or has a part that is no text.
+        UsageError: a message is malformed, or has a part that is not text.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise UsageError("messages: must be a list of messages")
+        raise UsageError("messages: must be a list of messages, and not empty")
     flat = []
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -105,33 +105,32 @@ def _text(part: Any, field: str) -> str:
     text = part.get(name) if name is not None else None
     if not isinstance(text, str):
         raise UsageError(
-            f"{field}: a part of type {kind!r:.50} needs engines that render messages; here, parts "
-            "are texts"
+            f"{field}: a part of type {kind!r:.50} needs engines with vLLM's render route; the "
+            "client's tokenizer takes text alone"
         )
     return text
 
 
 class HfTokenizer:
-    """A tokenizer of transformers that skips special tokens when it decodes, as vLLM does."""
+    """A tokenizer of transformers whose :meth:`decode` skips special tokens, as vLLM does."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
         self.encode: Callable[[str], list[int]] = loaded.encode
         self.apply_chat_template: Callable[..., Any] = loaded.apply_chat_template
         self._bytes = _byte_alphabet()
-        loaded.encode("")  # sets up what threads must not set up at the same time
+        loaded.encode("")  # lazy set-up, which is not thread-safe
 
     def decode(self, token_ids: Sequence[int], /) -> str:
-        """Returns the text of tokens."""
         text: str = self._loaded.decode(token_ids, skip_special_tokens=True)
         return text
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, with the special ones, as vLLM's ``/detokenize``."""
+        """Returns the text of tokens, with special tokens, as vLLM's ``/detokenize``."""
         return str(self._loaded.decode(token_ids, skip_special_tokens=False))
 
     def name(self, token_id: int) -> tuple[str, list[int]]:
-        """Returns a token's text and bytes, also of a special token or a part of a character."""
+        """Returns a token's text and bytes, also for a part of a character."""
         text: str = self._loaded.decode([token_id], skip_special_tokens=False)
         if "\N{REPLACEMENT CHARACTER}" in text:
             raw = self._loaded.convert_ids_to_tokens(token_id) or ""
@@ -153,7 +152,7 @@ def name_token(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, list[in
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte of each character with which byte-level BPE writes tokens."""
+    """Returns the alphabet of byte-level BPE: the byte that each character stands for."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [each for each in range(0x100) if each not in shown]
     return {chr(each): each for each in shown} | {

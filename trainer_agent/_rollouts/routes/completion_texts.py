@@ -1,4 +1,4 @@
-"""Has engines make the texts of completions, for a front without a tokenizer."""
+"""Has engines detokenize completions, for a front without a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 async def make_texts(
     client: RolloutClient, done: Sequence[Completion], model: str | None
 ) -> tuple[list[str], dict[int, list[dict[str, Any]]]]:
-    """Returns the texts of all choices, and the names of tokens that have log-probabilities.
-
-    The names are by the choice's index in the whole answer. Texts are empty, and there are no
-    names, if engines have no route for it.
+    """Has engines make the texts of all choices.
 
     Args:
         model: the model that the request names, or None.
+
+    Returns:
+        The text of each choice; and by the choice's index in the whole answer, the names of the
+        tokens that have log-probabilities. Texts are empty if engines have no derender route.
 
     Raises:
         UsageError, NoEngine: as :func:`~trainer_agent._rollouts.chat.ask_any`.

@@ -1,4 +1,4 @@
-"""Serves vLLM's routes that generate nothing, for a group of engines.
+"""Serves the routes of vLLM that don't generate tokens, for a group of engines.
 
 =====================================  ====================================================
 ``POST /tokenize``, ``/detokenize``    by the front's tokenizer, or by an engine
@@ -50,10 +50,7 @@ class EngineRoutes:
     """The handlers of these routes.
 
     Args:
-        tokenizer: the front's tokenizer; None: engines are asked.
-
-    Attributes:
-        routes: the routes.
+        tokenizer: the front's tokenizer; None: engines tokenize.
     """
 
     def __init__(self, client: RolloutClient, tokenizer: Any) -> None:
@@ -76,7 +73,7 @@ class EngineRoutes:
         """Returns the tokens of a prompt.
 
         Raises:
-            UsageError: there is no tokenizer, or the text is too long.
+            UsageError: neither the front nor engines have a tokenizer, or the text is too long.
             NoEngine: no engine is available.
             RolloutFailed: as :func:`~trainer_agent._rollouts.chat.ask_any`.
         """
@@ -85,7 +82,7 @@ class EngineRoutes:
         found = await self._client.ask("/tokenize", {"prompt": text})
         if found is None:
             raise UsageError(
-                "prompt: a text needs engines that tokenize, or `wavebus gateway --tokenizer`"
+                "prompt: a text needs engines with a tokenizer, or `wavebus gateway --tokenizer`"
             )
         tokens: list[int] = found["tokens"]
         return tokens
@@ -122,7 +119,7 @@ class EngineRoutes:
     async def _finish_session(self, http: web.Request) -> web.Response:
         session = http.query.get("session_id", "")
         if not 0 < len(session) <= MAX_SESSION_CHARS:
-            raise UsageError(f"session_id: 1 to {MAX_SESSION_CHARS} characters are needed")
+            raise UsageError(f"session_id: must have 1 to {MAX_SESSION_CHARS} characters")
         self._client.finish_session(session)
         return web.json_response({"status": "ok", "session_id": session})
 
@@ -132,11 +129,11 @@ class EngineRoutes:
     async def _server_info(self, http: web.Request) -> web.Response:
         kind = http.query.get("config_format", "text")
         if kind not in _FORMATS:
-            raise UsageError(f"config_format: {kind!r:.99} is neither text nor json")
+            raise UsageError(f"config_format={kind!r:.99}: must be text or json")
         found = await self._client.ask(f"/server_info?config_format={kind}")
         if not isinstance(found, dict):
             return _found(None)
-        # The environment of an engine has its keys.
+        # The environment of an engine may contain API keys.
         config = _without_secrets(found.get("vllm_config"))
         return _found({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
@@ -169,7 +166,7 @@ def _decode(raw: bytes, kind: Any) -> Any:
 
 
 def _found(answer: Any) -> web.Response:
-    """Returns an engine's answer; None: engines have no such route."""
+    """Returns an engine's answer, or 404 for None: no engine has such a route."""
     if answer is None:
         raise web.HTTPNotFound(text="no engine has this route")
     return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

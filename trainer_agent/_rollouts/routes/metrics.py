@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 LABEL: Final = "wavebus_engine"
 _SUMMED: Final = ("counter", "histogram")
-_ENGINES: Final = 1024  # whose last values are kept
+_ENGINES: Final = 1024  # number of engines whose last values are kept
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*")
 _LABELS: Final = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
-# The name of a sample, and its labels in order; their values stay escaped.
+# The name of a sample, and its labels in order. The labels' values stay escaped.
 Key: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -31,9 +31,9 @@ class _Family:
     """A metric of all engines.
 
     Attributes:
-        head: the lines before its samples.
-        is_summed: whether its samples are summed.
-        samples: its samples. The order is that of their first appearance.
+        head: the lines HELP and TYPE.
+        is_summed: whether samples are summed over the engines.
+        samples: the samples, in the order of their first appearance.
     """
 
     head: list[str] = field(default_factory=list)
@@ -44,20 +44,16 @@ class _Family:
 class MergedMetrics:
     """Merges scrapes of engines, so that no sum falls.
 
-    A sum that falls looks to Prometheus as if all engines had restarted. So the last values of an
-    engine that is gone stay in the sums, and those of an engine that has restarted as well.
+    Prometheus takes a sum that falls for a restart of all engines. So the last values of an engine
+    stay in the sums after the engine is gone or has restarted.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, dict[Key, float]] = {}  # sums' parts, by engine
-        self._ended: dict[Key, float] = {}  # of engines' earlier lives
+        self._last: dict[str, dict[Key, float]] = {}  # the last values of each engine
+        self._ended: dict[Key, float] = {}  # sums of the last values before restarts
 
     def merge(self, texts: Mapping[str, str]) -> str:
-        """Returns the merged text.
-
-        Args:
-            texts: what engines answer, by their names. Malformed lines are left out.
-        """
+        """Merges the engines' metrics, given by the engines' names; leaves out malformed lines."""
         families: dict[str, _Family] = {}
         for engine, text in texts.items():
             self._read(engine, text, families)
@@ -69,7 +65,6 @@ class MergedMetrics:
         return "".join(f"{line}\n" for each in families.values() for line in _lines(each))
 
     def _read(self, engine: str, text: str, families: dict[str, _Family]) -> None:
-        """Adds an engine's samples to the families."""
         summed: dict[Key, float] = {}
         family = _Family()
         for line in text.splitlines():
@@ -84,10 +79,11 @@ class MergedMetrics:
                     family.is_summed = words[3] in _SUMMED
             elif found := _SAMPLE.fullmatch(line):
                 name, labels, raw = found.groups()
-                value = _number(raw)
-                own = tuple(sorted(_LABELS.findall(labels or "")))
-                if value is None:
+                try:
+                    value = float(raw)
+                except ValueError:
                     continue
+                own = tuple(sorted(_LABELS.findall(labels or "")))
                 if not family.head:
                     family = families.setdefault(name, family)
                 if not family.is_summed:
@@ -99,7 +95,7 @@ class MergedMetrics:
 
     def _keep(self, engine: str, summed: dict[Key, float]) -> None:
         before = self._last.pop(engine, {})
-        # One counter that falls shows a restart; others may have passed their old values since.
+        # One counter that falls shows a restart; other counters may exceed their old values again.
         if any(summed.get(key, 0.0) < value for key, value in before.items()):
             self._end(before)
         self._last[engine] = summed
@@ -112,18 +108,10 @@ class MergedMetrics:
 
 
 def _lines(family: _Family) -> Iterator[str]:
-    """Returns the lines of a metric."""
     yield from family.head
     for (name, labels), value in family.samples.items():
         shown = ",".join(f'{label}="{text}"' for label, text in labels)
         yield f"{name}{{{shown}}} {_text(value)}" if shown else f"{name} {_text(value)}"
-
-
-def _number(raw: str) -> float | None:
-    try:
-        return float(raw)
-    except ValueError:
-        return None
 
 
 def _text(value: float) -> str:

@@ -1,8 +1,8 @@
-"""Serves the list of a group's models: all that its engines have.
+"""Serves the list of a group's models and adapters.
 
 ==========================  =========================================================
 ``GET /v1/models``          the models and adapters of all routable engines, each once
-``GET /v1/models/NAME``     one of them
+``GET /v1/models/NAME``     the model or adapter of this name
 ==========================  =========================================================
 """
 
@@ -24,11 +24,11 @@ _PATH: Final = "/v1/models"
 
 
 class Card(msgspec.Struct):
-    """What a list says of a model.
+    """A model or adapter in a list.
 
     Attributes:
-        id: its name, which requests give as ``model``.
-        parent: the model that an adapter belongs to; None: it is no adapter.
+        id: the name, which requests give as ``model``.
+        parent: the model to which an adapter belongs; None: this is a model.
     """
 
     id: str
@@ -40,15 +40,6 @@ class _List(msgspec.Struct):
 
 
 class ModelRoutes:
-    """The handlers of these routes.
-
-    Args:
-        client: asks engines.
-
-    Attributes:
-        routes: the routes.
-    """
-
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self.routes = (web.get(_PATH, self._list), web.get(f"{_PATH}/{{name:.+}}", self._one))
@@ -63,11 +54,11 @@ class ModelRoutes:
         for card, raw in await self._cards():
             if card.id == name:
                 return web.Response(body=bytes(raw), content_type="application/json")
-        raise UnknownModel(f"model: {name!r:.200} does not exist")
+        raise UnknownModel(f"model: {name!r:.200} does not exist on any engine")
 
     async def _cards(self) -> list[tuple[Card, msgspec.Raw]]:
         answers = await self._client.ask_each(_PATH)
-        if not answers:  # waits for an engine, or says why there is none
+        if not answers:  # waits for an engine, or raises NoEngine
             if (answer := await self._client.ask(_PATH)) is None:
                 raise web.HTTPNotFound(text="no engine has this route")
             answers = {"": msgspec.json.encode(answer)}
@@ -75,13 +66,13 @@ class ModelRoutes:
 
 
 def merged(answers: Iterable[bytes]) -> list[tuple[Card, msgspec.Raw]]:
-    """Returns each card of the engines' lists once, models before adapters.
+    """Merges the lists of several engines, models before adapters.
 
     Args:
-        answers: the engines' answers. Those that can't be read are left out.
+        answers: the engines' answers. Malformed answers are left out.
 
     Returns:
-        Of each card what is known here, and its JSON. If engines differ, that of the first counts.
+        Each card once, and its JSON. If engines differ, the first card counts.
     """
     cards: dict[str, tuple[Card, msgspec.Raw]] = {}
     for answer in answers:

@@ -1,13 +1,15 @@
-"""Adds to an answer what it shows of its prompts: ``echo`` and ``prompt_logprobs``.
+"""Adds the prompt to an answer, for the fields ``echo`` and ``prompt_logprobs``.
 
-An engine computes the log-probabilities of a prompt in a request of its own, which makes one token.
-The request for tokens follows it, and finds the prompt in the engine's cache. So tokens are made
-and continued as without these fields; an update between the two requests may part their versions.
+An engine computes the log-probabilities of a prompt in a separate request, which makes one token.
+The request for the answer follows, and finds the prompt in the engine's cache. So the answer itself
+is generated and continued as without these fields. If an update happens between the two requests,
+they use different versions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -41,13 +43,13 @@ _SCORES: Final = msgspec.json.Decoder(list[dict[int, _Score] | None])
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What an answer shows of one prompt.
+    """One prompt, as an answer shows it.
 
     Attributes:
-        prompt: its tokens.
-        text: its text, if the answer repeats it; else None.
-        logprobs: the JSON of its log-probabilities, as vLLM writes it, or None.
-        is_named_by_engine: whether tokens have the names that the engine gave them.
+        prompt: the tokens of the prompt.
+        text: the text of the prompt, if the answer repeats it; else None.
+        logprobs: the JSON of the prompt's log-probabilities, in vLLM's form, or None.
+        is_named_by_engine: whether tokens are named as by the engine.
     """
 
     prompt: Sequence[int]
@@ -59,7 +61,7 @@ class PromptPart:
         """Adds the prompt to a choice of ``/v1/completions``.
 
         Args:
-            name: makes the entry of a token from its id and its log-probability.
+            name: makes the entry of a token from its id and log-probability.
         """
         if self.logprobs is not None:
             choice["prompt_logprobs"] = self.logprobs
@@ -80,10 +82,7 @@ class PromptPart:
             own = shown_scores.get(token) or name(token, None) | self._first_name(scored)
             entries.append(own | {"top_logprobs": top})
             likeliest.append({each["token"]: each["logprob"] for each in top} or None)
-        offsets, length = [], 0
-        for each in entries:
-            offsets.append(length)
-            length += len(each["token"])
+        *offsets, length = accumulate((len(each["token"]) for each in entries), initial=0)
         before = {
             "content": entries,
             "tokens": [each["token"] for each in entries],
@@ -100,7 +99,10 @@ class PromptPart:
         return {"token": text, "bytes": list(text.encode())}
 
     def _first_name(self, scored: Sequence[dict[int, _Score] | None]) -> dict[str, Any]:
-        """Returns the name of the first token, which has no score: the rest of the text."""
+        """Returns the name of the first token, which has no log-probability.
+
+        The name is the part of the text that precedes the names of all other tokens.
+        """
         rest = ""
         for token, scores in zip(self.prompt[1:], scored[1:], strict=True):
             score = (scores or {}).get(token)
@@ -111,26 +113,20 @@ class PromptPart:
 
 
 class PromptParts:
-    """Finds what answers show of prompts.
-
-    Args:
-        tokenizer: the front's tokenizer, or None.
-    """
-
     def __init__(self, client: RolloutClient, tokenizer: Any) -> None:
         self._client = client
         self._tokenizer = tokenizer
 
     async def find(self, asked: FrontRequest, given: Any, prompt: Sequence[int]) -> PromptPart:
-        """Returns what the answer to a request shows of one of its prompts.
+        """Gets the text and the log-probabilities of a prompt, if the request asks for them.
 
         Args:
             given: the prompt as the client sent it: a text, or tokens.
 
         Raises:
-            UsageError: engines can't do it; the text names the field.
+            UsageError: engines can't detokenize, or give no log-probabilities of prompts.
             NoEngine: no engine is available.
-            RolloutFailed: two engines died of it.
+            RolloutFailed: two engines died of the request.
         """
         text = await self._text(asked, given) if asked.echo else None
         count = asked.scored_logprobs
@@ -138,7 +134,7 @@ class PromptParts:
         return PromptPart(prompt, text, raw, asked.with_names and self._tokenizer is None)
 
     async def _text(self, asked: FrontRequest, given: Any) -> str:
-        if asked.with_ids:  # as vLLM: the tokens are there
+        if asked.with_ids:  # as vLLM, which leaves out the text if the answer has token ids
             return ""
         if isinstance(given, str):
             return given
@@ -147,39 +143,28 @@ class PromptParts:
         found = await self._client.ask("/detokenize", {"tokens": given})
         if found is None:
             raise UsageError(
-                "echo: the text of tokens needs engines that detokenize, or `--tokenizer`"
+                "echo: a prompt of token ids needs engines with a tokenizer, or `--tokenizer`"
             )
         return str(found["prompt"])
 
     async def _score(self, asked: FrontRequest, prompt: Sequence[int], count: int) -> msgspec.Raw:
-        _check(prompt, {})
+        make_request(prompt, {}, decodes=True)  # checks before an engine is asked
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
         body = {"token_ids": prompt, "sampling_params": sampling, "stream": False, **asked.extra}
         place = asked.session_id, asked.client_id
         found = await self._client.ask_placed(_GENERATE, body, place, _Scored)
         if found is None or found.prompt_logprobs == _NULL:
-            raise UsageError("prompt_logprobs: the engines give none")
+            raise UsageError("prompt_logprobs: these engines do not support it; vLLM does")
         raw: msgspec.Raw = found.prompt_logprobs
         return raw
 
 
 def prompt_alone(asked: FrontRequest, prompt: Sequence[int]) -> Completion:
-    """Returns the answer to a request that echoes its prompt, and asks for no tokens.
-
-    Raises:
-        UsageError: the request is wrong.
-    """
-    tokens = _check(prompt, asked.params)
+    """Returns the answer to a request that echoes its prompt, and asks for no tokens."""
+    tokens = make_request(prompt, asked.params, decodes=True).prompt
     logprobs = None if asked.params.get("logprobs") is None else ()
     choices = (
         Choice(index, (), logprobs, "", "length", None, (), (), ())
         for index in range(asked.params.get("n", 1))
     )
     return Completion("", tokens, tuple(choices))
-
-
-def _check(prompt: Sequence[int], params: dict[str, Any]) -> tuple[int, ...]:
-    request = make_request(
-        prompt, params, session_id=None, on_inexact="restart", decodes=True, extra={}
-    )
-    return request.prompt

@@ -160,7 +160,7 @@ def test_pickles_are_read_only_where_that_is_allowed() -> None:
     found = read_info(info, allowed=True)
     assert found.keys() == {"names", "ipc_handles"}
     assert isinstance(found["ipc_handles"][GPU], IpcTensor)
-    with pytest.raises(UsageError, match="beside"):
+    with pytest.raises(UsageError, match="not both"):
         read_info(info | {"ipc_handles": []}, allowed=True)
     plain = {"names": ["a"]}
     assert read_info(plain | {"ipc_handles_pickled": None}, allowed=False) == plain

@@ -111,7 +111,7 @@ def test_who_waits_goes_to_the_least_loaded_of_the_engines_that_come() -> None:
         queue._grant(())
         engines = [load.route.engine for load in await asyncio.gather(*asked)]
         assert sorted(engines)[1:3] == ["e0", "e1"]
-        assert (await kept).route.engine == queue.router.engine_of("s")
+        assert (await kept).route.engine == queue.router.place("s")
 
     run(scenario())
 

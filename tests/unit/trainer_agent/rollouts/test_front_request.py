@@ -137,7 +137,7 @@ def test_a_trainer_s_whole_batch_is_one_request() -> None:
 
 def test_the_values_of_a_field_are_bounded() -> None:
     for field in ("prompt", "stop_token_ids"):
-        with pytest.raises(UsageError, match=f"^{field}: more than 3000000 values"):
+        with pytest.raises(UsageError, match=f"^{field}: must have at most 3000000 values"):
             parsed(COMPLETIONS, **{field: [1] * 3_000_002})
     with pytest.raises(UsageError, match=r"^prompt: 16385 prompts"):
         parsed(prompt=[[1]] * 16_385).prompts()

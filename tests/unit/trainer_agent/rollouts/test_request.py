@@ -89,7 +89,7 @@ def test_sampling_parameters_may_be_those_of_vllm() -> None:
     }
     for wrong, field in (
         (Sampling(prompt_logprobs=1), "prompt_logprobs: no such field"),
-        ("greedy", "sampling_params=str: a mapping"),
+        ("greedy", "sampling_params: is of type str"),
     ):
         with pytest.raises(UsageError, match=field):
             make_request(
@@ -103,9 +103,9 @@ def test_sampling_parameters_may_be_those_of_vllm() -> None:
         ("prompt_token_ids: is empty", {"prompt": []}),
         ("prompt_token_ids", {"prompt": [-1]}),
         ("prompt_token_ids", {"prompt": "text"}),
-        ("token 100 of a vocabulary of 100", {"prompt": [100]}),
+        ("token 100 exceeds a vocabulary of 100", {"prompt": [100]}),
         ("prompt_token_ids: 64 tokens leave no room", {"prompt": [1] * 64}),
-        ("session_id: 1000000 characters", {"session": "x" * 1_000_000}),
+        ("session_id: has 1000000 characters", {"session": "x" * 1_000_000}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": -1}),
         ("tempertature", {"tempertature": 1.0}),
@@ -114,7 +114,7 @@ def test_sampling_parameters_may_be_those_of_vllm() -> None:
         ("sampling_params.stop: needs", {"stop": ["x"]}),
         ("stop_token_ids: token 100", {"stop_token_ids": [100]}),
         ("logit_bias: token 100", {"logit_bias": {"100": 1.0}}),
-        ("min_tokens: 9 is more", {"min_tokens": 9, "max_tokens": 8}),
+        ("min_tokens: 9 exceeds", {"min_tokens": 9, "max_tokens": 8}),
         ("top_p", {"top_p": 0.0}),
     ],
 )

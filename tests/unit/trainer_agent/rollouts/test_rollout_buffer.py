@@ -363,5 +363,5 @@ def test_bad_input_is_refused_by_name() -> None:
             at_once(buffer.take(count))
     buffer.on_commit(4)
     for version in (3, 4):
-        with pytest.raises(UsageError, match="4 was committed before"):
+        with pytest.raises(UsageError, match="must be newer than 4"):
             buffer.on_commit(version)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from bus.messages import EngineView, RequestLimits, Route
-from trainer_agent._rollouts.router import Router
+from trainer_agent._rollouts.router import EngineLoad, Router
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,10 +29,17 @@ def routes(*names: str, slots: int = 4) -> list[Route]:
 
 def place(router: Router, session: str) -> str:
     """Where a session's request goes when there is room."""
-    load = router.pick(session, 1, 0.0)
-    assert load is not None
-    router.release(load, 1)
-    return load.route.engine
+    name = router.place(session)
+    assert name is not None
+    return name
+
+
+def take(router: Router, name: str, sequences: int = 1) -> EngineLoad:
+    """Sends a request to the engine, where it stays in flight."""
+    load = router.engines[name]
+    assert load.has_room(sequences, 0.0)
+    load.take(sequences)
+    return load
 
 
 def picked(
@@ -42,9 +49,15 @@ def picked(
     now_s: float = 0.0,
     avoid: Collection[str] = (),
 ) -> str | None:
-    """The name of the engine; the request stays in flight."""
-    load = router.pick(session, sequences, now_s, avoid)
-    return load.route.engine if load is not None else None
+    """The name of the engine that takes a request as the queue does; it stays in flight."""
+    able = router.able(avoid)
+    names = able if session is None else {router.place(session, avoid)}
+    free = [e for n, e in able.items() if n in names and e.has_room(sequences, now_s)]
+    if not free:
+        return None
+    load = min(free, key=lambda e: (e.fill, e.route.engine))
+    load.take(sequences)
+    return load.route.engine
 
 
 def test_requests_go_to_the_least_loaded_engine_until_its_slots_are_full() -> None:
@@ -52,6 +65,17 @@ def test_requests_go_to_the_least_loaded_engine_until_its_slots_are_full() -> No
     assert Counter(picked(router) for _ in range(5)) == {"a": 2, "b": 2, None: 1}
     router.release(router.engines["b"], 1)
     assert picked(router) == "b"
+
+
+def test_a_request_without_tokens_goes_to_the_least_loaded_engine_that_takes_any() -> None:
+    router = router_of("a", "b", slots=2)
+    take(router, "a")
+    assert router.least_loaded(0.0) is router.engines["b"]
+    assert router.least_loaded(0.0, ("b",)) is router.engines["a"]
+    router.rejected(router.engines["b"], 0.0)
+    assert router.least_loaded(0.0) is router.engines["a"]
+    router.rejected(router.engines["a"], 0.0)
+    assert router.least_loaded(0.0) is None
 
 
 def test_a_request_larger_than_a_window_goes_alone() -> None:
@@ -172,8 +196,7 @@ def test_what_other_clients_have_on_an_engine_counts() -> None:
 def test_own_requests_are_not_taken_for_those_of_others() -> None:
     """An engine's count may be of a moment when they were in flight."""
     router = router_of("a", slots=8)
-    load = router.pick(None, 4, 0.0)
-    assert load is not None
+    load = take(router, "a", 4)
     router.release(load, 4)
     for _ in range(4):
         router.take_figures([figures("a", in_flight=5)])
@@ -203,8 +226,7 @@ def test_requests_that_come_do_not_shrink_it() -> None:
 
 def test_an_engine_that_returns_is_asked_at_once_and_keeps_count_of_what_is_in_flight() -> None:
     router = router_of("a", slots=1)
-    load = router.pick(None, 1, 0.0)
-    assert load is not None
+    load = take(router, "a")
     router.rejected(load, 0.0)
     router.update([])
     assert picked(router) is None
@@ -217,8 +239,7 @@ def test_an_engine_that_returns_is_asked_at_once_and_keeps_count_of_what_is_in_f
 def test_requests_of_a_dead_engine_do_not_count_for_the_one_in_its_place() -> None:
     """It has the same name, and another port."""
     router = router_of("a", slots=1)
-    old = router.pick(None, 1, 0.0)
-    assert old is not None
+    old = take(router, "a")
     anew = [replace(route, endpoint="http://a:2") for route in routes("a", slots=1)]
     router.update(anew)
     assert picked(router) == "a"
@@ -277,12 +298,6 @@ def test_sessions_stay_on_decode_engines_and_prompts_go_to_the_least_loaded_pref
     assert router.prefills({"p", "q"}) == {}
     router.update(prefills)
     assert not router.is_split
-    assert place_of(router, "s0") in ("p", "q")
+    assert router.place("s0") in ("p", "q")
     router.update([*prefills, *routes("c")])
-    assert (place_of(router, "s0"), router.is_split) == ("c", False)
-
-
-def place_of(router: Router, session: str) -> str | None:
-    """Where a session is placed, whether there is room or not."""
-    router.pick(session, 1, 0.0)
-    return router.engine_of(session)
+    assert (router.place("s0"), router.is_split) == ("c", False)

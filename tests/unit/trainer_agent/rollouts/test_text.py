@@ -96,7 +96,7 @@ def test_a_long_text_is_tokenized_up_to_the_model_s_length() -> None:
     check_length(tokenizer, "x" * 10**6, "prompt", 0)
     check_length(tokenizer, "x" * 10**3, "prompt", 1000)
     assert tokenizer.read == 0
-    with pytest.raises(UsageError, match=r"^prompt: more than the 100000 tokens"):
+    with pytest.raises(UsageError, match=r"^prompt: has more than the 100000 tokens"):
         check_length(tokenizer, "x" * 10**6, "prompt", 100_000)
     assert tokenizer.read < 2 * 10**5
 
@@ -105,5 +105,5 @@ def test_a_text_that_the_tokenizer_does_not_take_is_the_callers_fault() -> None:
     """One of words, with a word that it lacks and no token for such."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"yes": 0}, unk_token="<unk>"))
-    with pytest.raises(UsageError, match=r"^prompt: the tokenizer does not take it"):
+    with pytest.raises(UsageError, match=r"^prompt: the tokenizer fails for this text"):
         asyncio.run(encode(model, "no", "prompt", 0))
