@@ -17,6 +17,8 @@ from sidecar._vllm.plugin.staging.channel_server import LENGTH, is_same_user
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bus import operations as ops
+
 
 # A worker answers at once, also while it serves another connection.
 _GREET_TIMEOUT_S: Final = 60.0
@@ -75,7 +77,7 @@ class StagingChannels:
         except TimeoutError as error:
             raise EngineError(f"a worker has not answered for {_GREET_TIMEOUT_S:.0f} s") from error
 
-    async def perform(self, operation: operations.WorkerOperation) -> list[operations.Done]:
+    async def perform(self, operation: operations.WorkerOperation) -> list[ops.Done]:
         """Carries out an operation in every worker; returns their answers, in their order.
 
         Args:
@@ -96,7 +98,7 @@ class StagingChannels:
         except BaseException:
             self.close()
             raise
-        done: list[operations.Done] = []
+        done: list[ops.Done] = []
         for each in answers:
             answer = each.result()
             if isinstance(answer, WorkerFailure):

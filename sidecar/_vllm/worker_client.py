@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from bus import operations as ops
 from bus._lora import adapter_of, removes_adapter
 from bus._vllm.payloads import is_loaded_on_receipt
 from bus._weight_transfer.allocation import StagingCapacity, combine, require_capacity
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from sidecar._vllm.connection_inprocess import InProcessConnection
 
     VllmConnection: TypeAlias = HttpConnection | InProcessConnection
-    Perform: TypeAlias = Callable[[operations.WorkerOperation], Awaitable[list[operations.Done]]]
+    Perform: TypeAlias = Callable[[operations.WorkerOperation], Awaitable[list[ops.Done]]]
 
 
 class AdapterFrontEnd:
@@ -97,7 +98,7 @@ class WorkerClient:
         self._manifest: Manifest | None = None  # the manifest that was armed last
         self._armed: Manifest | None = None  # the same, if it was for the served model's weights
         self._in_place = False
-        self._sent: list[operations.LoadChunk] = []  # staged ones, not yet reported to the workers
+        self._sent: list[ops.LoadChunk] = []  # staged ones, not yet reported to the workers
         self._channels = StagingChannels()
         self._cannot_stage = ""
         self._is_one_core = True
@@ -130,9 +131,9 @@ class WorkerClient:
         # From here on the staging channels ignore an earlier sidecar.
         with contextlib.suppress(EngineError):  # the channels keep the reason
             await self._channels.open([each.channel for each in workers], cores=cores)
-        await self._perform(operations.Restore(staged=True))
+        await self._perform(ops.Restore(staged=True))
 
-    async def perform(self, operation: UpdateOperation) -> operations.Done:
+    async def perform(self, operation: UpdateOperation) -> ops.Done:
         """Carries out an operation in all workers; see :meth:`sidecar.engine.Engine.perform`.
 
         Raises:
@@ -144,48 +145,48 @@ class WorkerClient:
         finally:
             self._running = None
 
-    async def _run(self, operation: UpdateOperation) -> operations.Done:
+    async def _run(self, operation: UpdateOperation) -> ops.Done:
         match operation:
-            case operations.ArmManifest():
-                return operations.Done(room=await self._arm(operation))
-            case operations.SwapStaged():
-                return operations.Done(in_flight=await self._swap(operation))
-            case operations.LoadChunk(staged=True):
+            case ops.ArmManifest():
+                return ops.Done(room=await self._arm(operation))
+            case ops.SwapStaged():
+                return ops.Done(in_flight=await self._swap(operation))
+            case ops.LoadChunk(staged=True):
                 await self._stage(operation)
-                return operations.Done()
-            case operations.LoadChunk() if operation.sums and not self._is_one_core:
+                return ops.Done()
+            case ops.LoadChunk() if operation.sums and not self._is_one_core:
                 verified = operation.seq, operation.verify, operation.sums
                 await self._perform(operations.VerifyChunk(*verified))
-                operation = operations.LoadChunk(operation.seq)
-            case operations.Open(backend=backend):
+                operation = ops.LoadChunk(operation.seq)
+            case ops.Open(backend=backend):
                 self._adapter.name, self._adapter.removes = "", removes_adapter(backend)
-            case operations.Start(staged=staged):
+            case ops.Start(staged=staged):
                 self._staged = staged
                 self._sent.clear()
                 if staged and self._is_in_lockstep:
                     await self._expect_swap(expected=True)
-            case operations.ReceiveChunk(update_id=update_id):
+            case ops.ReceiveChunk(update_id=update_id):
                 self._adapter.path = ADAPTER_PATHS + update_id
         carry = self._channels.perform if self._goes_by_channel(operation) else self._perform
         done = await carry(operation)
         await self._on_done(operation, done)
-        return operations.Done(ahead=min(each.ahead for each in done))
+        return ops.Done(ahead=min(each.ahead for each in done))
 
-    async def _on_done(self, operation: UpdateOperation, done: list[operations.Done]) -> None:
+    async def _on_done(self, operation: UpdateOperation, done: list[ops.Done]) -> None:
         """Records what the workers have done; makes vLLM's front end follow for an adapter."""
         match operation:
-            case operations.Open(backend=backend):
+            case ops.Open(backend=backend):
                 self._adapter.name = adapter_of(backend)
-            case operations.Extend(part=part):
+            case ops.Extend(part=part):
                 assert self._manifest is not None
                 self._manifest, self._armed = self._manifest.join(part), None
-            case operations.Start():
+            case ops.Start():
                 self._in_place = all(each.in_place for each in done)
-            case operations.LoadChunk(seq=seq) if self._adapter.name and self._is_last(seq):
+            case ops.LoadChunk(seq=seq) if self._adapter.name and self._is_last(seq):
                 await self._vllm.load_adapter(self._adapter.name, self._adapter.path)
-            case operations.Restore(staged=False) if self._adapter.name:
+            case ops.Restore(staged=False) if self._adapter.name:
                 await self._vllm.undo_adapter(self._adapter.name)
-            case operations.Restore(staged=True) if self._is_in_lockstep:
+            case ops.Restore(staged=True) if self._is_in_lockstep:
                 await self._expect_swap(expected=False)
 
     async def _expect_swap(self, *, expected: bool) -> bool:
@@ -202,18 +203,18 @@ class WorkerClient:
         """
         usable = not self._channels.unusable_reason
         match operation:
-            case operations.Open(backend=backend):
+            case ops.Open(backend=backend):
                 return usable and not (self._is_vllms_engine or is_loaded_on_receipt(backend))
-            case operations.Drain():
+            case ops.Drain():
                 return usable
-            case operations.Extend():
+            case ops.Extend():
                 return self._staged and len(self._channels) == 1
         return operation.carrier == "channel"
 
     def _is_last(self, seq: int) -> bool:
         return self._manifest is not None and seq + 1 == self._manifest.chunks
 
-    async def _stage(self, chunk: operations.LoadChunk) -> None:
+    async def _stage(self, chunk: ops.LoadChunk) -> None:
         """Stages a chunk; chunks that are received in place are staged with the last one."""
         self._sent.append(chunk)
         if not self._in_place or self._is_last(chunk.seq):
@@ -221,7 +222,7 @@ class WorkerClient:
             self._sent.clear()
             await self._channels.perform(operations.Stage(sent))
 
-    async def _swap(self, swap: operations.SwapStaged) -> int:
+    async def _swap(self, swap: ops.SwapStaged) -> int:
         """Makes the core swap to the staged weights between two steps; returns its requests."""
         clears = self._caches.clears(swap.clear_cache)
         swap = msgspec.structs.replace(swap, clear_cache=clears)
@@ -233,12 +234,12 @@ class WorkerClient:
 
         A request of the core interrupts what the staging channels do.
         """
-        if isinstance(self._running, operations.ReceiveChunk):
-            await self._perform(operations.Restore(staged=True))
+        if isinstance(self._running, ops.ReceiveChunk):
+            await self._perform(ops.Restore(staged=True))
         else:
             await self._vllm.ask(worker_rpc.CALL_OFF, {})
 
-    async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
+    async def _arm(self, arm: ops.ArmManifest) -> StagingCapacity:
         """Checks an update in all workers; returns how much memory staging needs."""
         if arm.drops_adapters:
             await self._adapter.drop_all()
@@ -252,7 +253,7 @@ class WorkerClient:
         self._manifest = arm.manifest
         return room if arm.staging is None else require_capacity(arm.staging, room)
 
-    async def _arm_for(self, arm: operations.ArmManifest, *, known: bool) -> StagingCapacity:
+    async def _arm_for(self, arm: ops.ArmManifest, *, known: bool) -> StagingCapacity:
         """Arms an update for a pause, or for staging; ``known``: the workers armed it last.
 
         Staging channels arm where possible. Checking a manifest is a collective of peer workers,
@@ -277,13 +278,13 @@ class WorkerClient:
                     raise
         return _room(await self._perform(arm))
 
-    async def _perform(self, operation: operations.WorkerOperation) -> list[operations.Done]:
+    async def _perform(self, operation: operations.WorkerOperation) -> list[ops.Done]:
         """Carries out an operation in all workers through the core; returns their answers."""
         asked = {"operation": operations.encode(operation)}
         return worker_rpc.read_done(await self._vllm.ask(operations.PERFORM, asked))
 
 
-def _room(armed: list[operations.Done]) -> StagingCapacity:
+def _room(armed: list[ops.Done]) -> StagingCapacity:
     """Returns the largest need of any worker, or why a worker can't stage."""
     unknown = StagingCapacity(why_not="its worker does not say whether it has room")
     return combine([each.room or unknown for each in armed])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus import operations as ops
 from bus._cli.main import run
 from lab.bench.harness import BenchFailed
 from lab.bench.programs.vllm_server import called, foreign_plugins
@@ -86,19 +87,19 @@ def performing(operation: operations.WorkerOperation) -> dict[str, Any]:
         ("/pause", None, "pause"),
         ("/update_weight_version", {"new_version": "1"}, "commit"),
         ("/resume", None, "resume"),
-        ("/collective_rpc", performing(operations.Start("model")), "start"),
+        ("/collective_rpc", performing(ops.Start("model")), "start"),
         (
             "/collective_rpc",
-            performing(operations.ReceiveChunk(0, "nccl", b"")),
+            performing(ops.ReceiveChunk(0, "nccl", b"")),
             "receive",
         ),
         (
             "/collective_rpc",
-            performing(operations.ReceiveChunk(0, "vllm:nccl", b"")),
+            performing(ops.ReceiveChunk(0, "vllm:nccl", b"")),
             "update",
         ),
-        ("/collective_rpc", performing(operations.LoadChunk(0, "full", (1,))), "load"),
-        ("/collective_rpc", performing(operations.Finish()), "finish"),
+        ("/collective_rpc", performing(ops.LoadChunk(0, "full", (1,))), "load"),
+        ("/collective_rpc", performing(ops.Finish()), "finish"),
         ("/collective_rpc", {"method": "wavebus_facts", "kwargs": {}}, "collective_rpc"),
         ("/collective_rpc", {"method": SWAP, "kwargs": {"version": 1}}, "swap"),
     ],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from bus import operations as ops
 from bus._manifest import Manifest, TensorMeta
 from bus.errors import EngineError
 from bus.messages import NackCode, RequestLimits
@@ -521,7 +522,7 @@ def test_an_unarmed_chunk_is_refused(under_test: InProcess) -> None:
             "install one version of wavebus",
         ),
         ("AAAA", "ValidationError"),
-        (operations.encode(operations.Finish()), "session is not open"),
+        (operations.encode(ops.Finish()), "session is not open"),
     ],
 )
 def test_operations_that_cannot_be_are_refused(

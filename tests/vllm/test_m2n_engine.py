@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import save_file
 
+from bus import operations as ops
 from bus._manifest import Manifest
 from bus._weight_transfer.allocation import RankAssignment
 from bus.errors import EngineError, ManifestRefused, Refused, UsageError
@@ -253,7 +254,6 @@ def test_shards_are_for_this_engine_alone(two: Two) -> None:
 
 def test_it_has_no_draft() -> None:
     """vLLM's engine plans for the model that it was made with."""
-    from sidecar._vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
     from sidecar._vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - same
 
     updates = NativeUpdates.__new__(NativeUpdates)
@@ -261,5 +261,5 @@ def test_it_has_no_draft() -> None:
     updates._engine = SimpleNamespace(supports_draft_weight_update=False)
     manifest = Manifest(("a",), ("float32",), ((2,),), (1,))
     with pytest.raises(EngineError, match="does not update draft models") as refused:
-        updates._arm(operations.ArmManifest(manifest, "draft"), manifest)
+        updates._arm(ops.ArmManifest(manifest, "draft"), manifest)
     assert refused.value.code is NackCode.DRAFT_MISSING

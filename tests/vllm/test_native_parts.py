@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from bus import operations as ops
 from bus._vllm import payloads as vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
@@ -118,7 +119,7 @@ class Worker:
 
     # -- the sidecar --------------------------------------------------------------------
 
-    def perform(self, operation: operations.WorkerOperation) -> operations.Done:
+    def perform(self, operation: operations.WorkerOperation) -> ops.Done:
         try:
             return self.updates.wavebus_perform(self, operations.encode(operation))
         except agreement.WorkerRefusal as refusal:
@@ -126,30 +127,30 @@ class Worker:
             assert failure is not None
             raise failure.to_error() from None
 
-    def channel(self, operation: operations.WorkerOperation) -> operations.Done:
+    def channel(self, operation: operations.WorkerOperation) -> ops.Done:
         """Beside its steps."""
         with torch.no_grad():
             return self.updates._stager._execute(operation)
 
     def begin(self, tensors: dict[str, Tensor], staging: Staging | None = None) -> None:
-        self.perform(operations.Open("o1", BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
+        self.perform(ops.Open("o1", BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
         self.arm(tensors, staging)
         if staging is not None:
-            self.channel(operations.Start(staged=True))
-            self.channel(operations.ReceiveChunk(0, BACKEND, HANDLE, staged=True))
+            self.channel(ops.Start(staged=True))
+            self.channel(ops.ReceiveChunk(0, BACKEND, HANDLE, staged=True))
             return
-        self.perform(operations.Start("model", recover=False))
+        self.perform(ops.Start("model", recover=False))
         self.receive(0)
 
     def arm(self, tensors: dict[str, Tensor], staging: Staging | None) -> None:
         manifest = replace(manifest_of(tensors), is_open=True)
-        self.perform(operations.ArmManifest(manifest, "model", staging))
+        self.perform(ops.ArmManifest(manifest, "model", staging))
 
     def extend(self, tensors: dict[str, Tensor], *, staged: bool = False) -> None:
-        (self.channel if staged else self.perform)(operations.Extend(manifest_of(tensors)))
+        (self.channel if staged else self.perform)(ops.Extend(manifest_of(tensors)))
 
     def receive(self, seq: int) -> None:
-        self.perform(operations.ReceiveChunk(seq, BACKEND, HANDLE))
+        self.perform(ops.ReceiveChunk(seq, BACKEND, HANDLE))
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_all_parts_are_loaded_and_finished_once(worker: Worker) -> None:
         worker.receive(1)
     worker.extend(SECOND)
     worker.receive(1)
-    worker.perform(operations.Finish())
+    worker.perform(ops.Finish())
     assert worker.model.gate_up.eq(1.0).all()
     assert not worker.updates.session.open
 
@@ -179,7 +180,7 @@ def test_a_missing_part_is_found_before_anything_is_finished(worker: Worker) -> 
     """The session stays open, for a whole update that recovers it."""
     worker.begin(FIRST)
     with pytest.raises(EngineError, match="missing: the manifest fills") as refused:
-        worker.perform(operations.Finish())
+        worker.perform(ops.Finish())
     assert refused.value.code is NackCode.MANIFEST_REFUSED
     assert (worker.finished, worker.updates.session.open) == (0, True)
 
@@ -189,12 +190,12 @@ def test_all_parts_are_staged_and_swapped_in_once(worker: Worker) -> None:
         worker.model.gate_up.zero_()
         worker.begin(FIRST, STAGED)
         worker.extend(SECOND, staged=True)
-        worker.channel(operations.ReceiveChunk(1, BACKEND, HANDLE, staged=True))
+        worker.channel(ops.ReceiveChunk(1, BACKEND, HANDLE, staged=True))
         assert worker.unmapped == turn
-        worker.channel(operations.Finish(staged=True))
+        worker.channel(ops.Finish(staged=True))
         assert worker.unmapped == turn + 1
         assert worker.model.gate_up.eq(0.0).all()
-        worker.perform(operations.SwapStaged(1))
+        worker.perform(ops.SwapStaged(1))
         assert worker.model.gate_up.eq(1.0).all()
     assert worker.finished == 0
 
@@ -213,7 +214,7 @@ def test_a_part_that_no_copies_can_load_ends_the_update_and_the_next_one_pauses(
     with pytest.raises(EngineError, match=rf"{last}.*the next update pauses") as refused:
         worker.extend(SECOND, staged=True)
     assert refused.value.code is NackCode.STAGING_REFUSED
-    worker.perform(operations.Restore(staged=True))
+    worker.perform(ops.Restore(staged=True))
     assert worker.model.gate_up.eq(0.0).all()
     worker.arm(FIRST, STAGED)
     known = worker.updates._loadable["model"].plans.entry
@@ -224,11 +225,11 @@ def test_a_staged_update_that_lacks_a_part_is_refused_and_changes_nothing(worker
     """The whole one after it is staged again."""
     worker.begin(FIRST, STAGED)
     with pytest.raises(EngineError, match="missing: the manifest fills") as refused:
-        worker.channel(operations.Finish(staged=True))
+        worker.channel(ops.Finish(staged=True))
     assert refused.value.code is NackCode.MANIFEST_REFUSED
     with pytest.raises(EngineError, match="or not all"):
         worker.perform(operations.CheckReady())
-    worker.perform(operations.Restore(staged=True))
+    worker.perform(ops.Restore(staged=True))
     assert worker.model.gate_up.eq(0.0).all()
     test_all_parts_are_staged_and_swapped_in_once(worker)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus import operations as ops
 from bus._manifest import Manifest
 from bus._weight_transfer.allocation import StagingCapacity
 from bus.errors import EngineError
@@ -116,17 +117,17 @@ def perform(worker: Any, operation: operations.WorkerOperation) -> operations.Wo
 def test_a_session_is_of_its_target(target: Target) -> None:
     """vLLM knows of it, and it is open once."""
     worker, engine = made()
-    assert perform(worker, operations.Start(target, recover=False)) is None
+    assert perform(worker, ops.Start(target, recover=False)) is None
     assert engine.said == [f"start {target}"]
     assert worker._weight_update_active
-    failure = perform(worker, operations.Start(target, recover=False))
+    failure = perform(worker, ops.Start(target, recover=False))
     assert failure is not None
     assert failure.code is NackCode.WRONG_STATE
     assert engine.said == []
-    assert perform(worker, operations.Finish()) is None
+    assert perform(worker, ops.Finish()) is None
     assert engine.said == [f"finish {target}"]
     assert not worker._weight_update_active
-    failure = perform(worker, operations.Finish())
+    failure = perform(worker, ops.Finish())
     assert failure is not None
     assert failure.code is NackCode.WRONG_STATE
 
@@ -139,8 +140,8 @@ def test_a_recovery_closes_what_is_open_and_mends_the_target(
     """Whichever it was that broke off: what another update has left on meta comes back, too."""
     worker, engine = made()
     if left_open:
-        perform(worker, operations.Start(left_open, recover=False))
-    assert perform(worker, operations.Start(target, recover=True)) is None
+        perform(worker, ops.Start(left_open, recover=False))
+    assert perform(worker, ops.Start(target, recover=True)) is None
     closed = [f"discard {left_open}", f"finish {left_open}"] if left_open else []
     mended = [f"start {target}", f"discard {target}", f"finish {target}"]
     assert engine.said == [*closed, *mended, f"start {target}"]
@@ -151,11 +152,11 @@ def test_a_recovery_closes_what_is_open_and_mends_the_target(
 def test_a_restore_closes_the_session_that_is_open(target: Target) -> None:
     """One of the target is opened first, if none is."""
     worker, engine = made()
-    perform(worker, operations.Start(target, recover=False))
+    perform(worker, ops.Start(target, recover=False))
     closed = [f"discard {target}", f"finish {target}"]
-    assert perform(worker, operations.Restore(target)) is None
+    assert perform(worker, ops.Restore(target)) is None
     assert engine.said == closed
-    assert perform(worker, operations.Restore(target)) is None
+    assert perform(worker, ops.Restore(target)) is None
     assert engine.said == [f"start {target}", *closed]
     assert not worker._weight_update_active
 
@@ -165,25 +166,25 @@ def test_a_start_that_fails_leaves_a_session_open(target: Target) -> None:
     """As in all the workers in which it did not fail; vLLM would close this one."""
     worker, engine = made()
     engine.fails = "start"
-    failure = perform(worker, operations.Start(target, recover=False))
+    failure = perform(worker, ops.Start(target, recover=False))
     assert failure is not None
     assert "on purpose" in failure.detail
     assert worker._weight_update_active
     engine.fails = ""
-    assert perform(worker, operations.Start(target, recover=True)) is None
+    assert perform(worker, ops.Start(target, recover=True)) is None
 
 
 def test_a_finish_that_fails_leaves_none() -> None:
     """What comes next recovers."""
     worker, engine = made()
-    perform(worker, operations.Start("model", recover=False))
+    perform(worker, ops.Start("model", recover=False))
     engine.fails = "finish"
-    failure = perform(worker, operations.Finish())
+    failure = perform(worker, ops.Finish())
     assert failure is not None
     assert "on purpose" in failure.detail
     assert not worker._weight_update_active
     engine.fails = ""
-    assert perform(worker, operations.Start("model", recover=True)) is None
+    assert perform(worker, ops.Start("model", recover=True)) is None
 
 
 @pytest.mark.parametrize("target", MODELS)
@@ -197,7 +198,7 @@ def test_a_session_that_somebody_was_refused_is_in_nobodys_way(
     monkeypatch.setattr(agreement, "is_last_worker", lambda: False)
     worker.start_draft_weight_update()
     assert worker._weight_update_active
-    assert perform(worker, operations.Start(target, recover=False)) is None
+    assert perform(worker, ops.Start(target, recover=False)) is None
     assert engine.said == [f"start {target}"]
 
 
@@ -206,7 +207,7 @@ def test_a_session_of_somebody_else_is_left_alone() -> None:
     worker, engine = made()
     worker._weight_update_active = True
     for recover in (False, True):
-        failure = perform(worker, operations.Start("model", recover=recover))
+        failure = perform(worker, ops.Start("model", recover=recover))
         assert failure is not None
         assert failure.code is NackCode.WRONG_STATE
         assert "another client" in failure.detail
@@ -219,18 +220,18 @@ def test_a_session_of_somebody_else_is_left_alone() -> None:
 def test_a_session_that_somebody_else_has_closed_is_lost(target: Target, refused: bool) -> None:
     """For vLLM it is; what belongs into it is refused, until the next recovers."""
     worker, engine = made()
-    perform(worker, operations.Start(target, recover=False))
+    perform(worker, ops.Start(target, recover=False))
     if refused:
         with pytest.raises(Exception, match="through wavebus"):
             worker.update_weights({})
     else:
         worker.finish_weight_update()
     assert not worker._weight_update_active
-    for operation in (operations.Finish(), operations.Start(target, recover=False)):
+    for operation in (ops.Finish(), ops.Start(target, recover=False)):
         failure = perform(worker, operation)
         assert failure is not None
         assert failure.code is NackCode.WRONG_STATE
-    assert perform(worker, operations.Start(target, recover=True)) is None
+    assert perform(worker, ops.Start(target, recover=True)) is None
     mended = [f"start {target}", f"discard {target}", f"finish {target}"]
     assert engine.said[-4:] == [*mended, f"start {target}"]
 
@@ -244,7 +245,7 @@ def test_a_transport_is_for_no_adapter_of_the_one_before() -> None:
     type(engine)._open = lambda _, operation: opened.append(operation.backend)  # as vLLM's own
     engine._opening, engine._adapters = threading.Lock(), LoraAdapters(None)
     engine._incoming, engine._adapters.outgoing = object(), "tuned"
-    engine.open_transfer(operations.Open("o1", "vllm:nccl", b"", 0, 3, 1))
+    engine.open_transfer(ops.Open("o1", "vllm:nccl", b"", 0, 3, 1))
     assert opened == ["vllm:nccl"]
     assert (engine._incoming, engine._adapters.outgoing) == (None, "")
 
@@ -259,7 +260,7 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     engine._receiver.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
     known = ArmedManifest(Manifest(("a",), ("float32",), ((2,),), (1,)))
-    again = operations.ArmManifest(None, "model", then, digest=known.manifest.digest)
+    again = ops.ArmManifest(None, "model", then, digest=known.manifest.digest)
     refused = [None, ArmedUpdate(known, "draft", first)]
     other = ArmedManifest(Manifest(("a",), ("float32",), ((3,),), (1,)))
     for armed in (*refused, ArmedUpdate(other, "model", first)):

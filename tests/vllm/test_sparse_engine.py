@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus import operations as ops
 from bus._manifest import Manifest
 from bus.errors import EngineError, ManifestRefused, UpdateFailed, UsageError
 from bus.messages import NackCode
@@ -212,7 +213,6 @@ def test_what_says_not_what_it_is_does_not_start(two: Two) -> None:
 
 def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
     """Whatever its sidecar remembers: that may be another one by now."""
-    from sidecar._vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
     from sidecar._vllm.plugin.worker.engine import WavebusWeightTransferEngine  # noqa: PLC0415 - same
     from sidecar._vllm.plugin.worker.session import UpdateSession  # noqa: PLC0415 - same
 
@@ -221,7 +221,7 @@ def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
     worker.session.open = True
     patch = Manifest(("a",), ("float32",), ((2,),), (1,), (1,))
     with pytest.raises(EngineError, match="no patch repairs") as refused:
-        worker._arm(operations.ArmManifest(patch), patch)
+        worker._arm(ops.ArmManifest(patch), patch)
     assert refused.value.code is NackCode.OTHER_BASE
 
 

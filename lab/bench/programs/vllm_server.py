@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import bus.log
+from bus import operations as ops
 from bus._vllm.payloads import is_loaded_on_receipt
 from bus.errors import WavebusError
 from lab.bench.programs.call_times import CallTimes
@@ -62,7 +63,7 @@ def called(path: str, body: Any) -> str:
         return path.removeprefix("/")
     operation = operations.decode(body["kwargs"]["operation"])
     # vLLM's own worker engines load in the call that receives.
-    if isinstance(operation, operations.ReceiveChunk) and is_loaded_on_receipt(operation.backend):
+    if isinstance(operation, ops.ReceiveChunk) and is_loaded_on_receipt(operation.backend):
         return "update"
     return str(operation.__struct_config__.tag)
 

@@ -31,48 +31,13 @@ from bus.errors import EngineError
 from bus.messages import Count, NackCode  # noqa: TC001 - msgspec reads them when it decodes
 from bus.operations import (
     AdapterNames,
-    ArmManifest,
     Carrier,
     Done,
-    Drain,
-    Extend,
-    Finish,
     LoadChunk,
-    Open,
     Operation,
-    ReceiveChunk,
-    Restore,
     SentChunk,
-    Start,
-    SwapStaged,
     UpdateOperation,
 )
-
-__all__ = [
-    "AdapterNames",
-    "ArmManifest",
-    "CheckReady",
-    "Done",
-    "Drain",
-    "DropAdapters",
-    "Extend",
-    "Finish",
-    "Greet",
-    "Hello",
-    "LoadChunk",
-    "Open",
-    "Operation",
-    "ReceiveChunk",
-    "Restore",
-    "SentChunk",
-    "SettleAdapter",
-    "Stage",
-    "Start",
-    "SwapStaged",
-    "UndoAdapter",
-    "VerifyChunk",
-    "WorkerFailure",
-]
 
 # The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
+from bus import operations as ops
 from bus.errors import EngineError
 from bus.messages import (
     MAX_REQUEST_IDS,
@@ -109,14 +110,14 @@ def read_requests(answer: Any) -> tuple[str, ...]:
         return ()
 
 
-def read_done(answer: Any) -> list[operations.Done]:
+def read_done(answer: Any) -> list[ops.Done]:
     """Returns what each worker has answered to :data:`operations.PERFORM`.
 
     Raises:
         EngineError: an answer has another form, or no worker has answered.
     """
     try:
-        done = msgspec.convert(answer, list[operations.Done])
+        done = msgspec.convert(answer, list[ops.Done])
     except msgspec.ValidationError as error:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
     if not done:
@@ -193,7 +194,7 @@ def perform(worker: Any, operation: str) -> dict[str, Any]:
         operation: the operation, as :func:`operations.encode` returns it.
 
     Returns:
-        :class:`operations.Done`, as a dict.
+        :class:`ops.Done`, as a dict.
     """
     done = worker.weight_transfer_engine.wavebus_perform(worker, operation)
     answer: dict[str, Any] = msgspec.to_builtins(done)

@@ -42,6 +42,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from bus import operations as ops
 from bus._vllm.seams import Has, Ref, Seam, Takes
 from bus.messages import NackCode
 from sidecar._lease_agreement import LeaseAgreement, RankLease
@@ -264,7 +265,7 @@ class LeaseGuard:
         if lease.begun == "adapter":
             self._perform(operations.UndoAdapter(settled=True))
         elif lease.begun:
-            self._perform(operations.Restore(lease.begun))
+            self._perform(ops.Restore(lease.begun))
         if lease.asleep:
             self._core.collective_rpc("wake_up", kwargs={"tags": None})
             publish = getattr(self._core, "wavebus_publish_caches", None)

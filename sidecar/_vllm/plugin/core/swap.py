@@ -50,6 +50,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from bus import operations as ops
 from bus._vllm.seams import Form, Ref, Says, Seam, Takes
 from bus.messages import NackCode
 from sidecar._vllm.plugin import operations
@@ -163,7 +164,7 @@ class ReadySwap:
         asked_s: when the swap was asked for, in seconds of ``time.monotonic()``.
     """
 
-    operation: operations.SwapStaged
+    operation: ops.SwapStaged
     made: Future[list[bool]]
     asked_s: float = field(default_factory=time.monotonic)
 
@@ -206,7 +207,7 @@ def swap(core: Any, operation: str) -> Any:
 
     Args:
         core: the engine core.
-        operation: the encoded :class:`operations.SwapStaged`, which the workers get, too.
+        operation: the encoded :class:`ops.SwapStaged`, which the workers get, too.
 
     Returns:
         ``[False]``: the swap was not called off. In lockstep, a future of that list.
@@ -216,7 +217,7 @@ def swap(core: Any, operation: str) -> Any:
     """
     made: Future[list[bool]] = Future()
     decoded = operations.decode(operation)
-    assert isinstance(decoded, operations.SwapStaged)
+    assert isinstance(decoded, ops.SwapStaged)
     asked = ReadySwap(decoded, made)
     if not hasattr(core, "current_wave"):
         _perform(core, operations.CheckReady())

@@ -29,8 +29,9 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
+from bus import operations as ops
 from sidecar._vllm.plugin import agreement, operations
-from sidecar._vllm.plugin.operations import MAX_PAYLOAD_CHARS, Open, WorkerFailure
+from sidecar._vllm.plugin.operations import MAX_PAYLOAD_CHARS, WorkerFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ class StagingChannelServer:
 
     def __init__(
         self,
-        execute: Callable[[operations.WorkerOperation], operations.Done],
+        execute: Callable[[operations.WorkerOperation], ops.Done],
         interrupt: Callable[[], None],
         thread_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -145,13 +146,13 @@ class StagingChannelServer:
     def _locks_for(self, asked: operations.WorkerOperation | WorkerFailure) -> list[threading.Lock]:
         """Returns the locks that an operation holds while it is carried out.
 
-        :class:`Open` may wait for other processes. It does not hold the lock for which the core's
-        requests wait, so that steps go on.
+        ``Open`` may wait for other processes, so it does not hold the lock for which requests of
+        the core wait. Steps go on meanwhile.
         """
         match asked:
             case operations.Greet():
                 return []
-            case Open():
+            case ops.Open():
                 return [self._client_lock]
         return [self._client_lock, self._worker_lock]
 

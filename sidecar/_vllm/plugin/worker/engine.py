@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from bus import operations as ops
 from bus._lora import adapter_of
 from bus._vllm.payloads import engine_of
 from bus._weight_transfer.cuda import synchronize
@@ -173,7 +174,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
     # -- operations ------------------------------------------------------------------
 
-    def wavebus_perform(self, worker: Any, operation: str) -> operations.Done:
+    def wavebus_perform(self, worker: Any, operation: str) -> ops.Done:
         """Carries out an operation in this engine's worker.
 
         Raises:
@@ -184,9 +185,9 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             failure = agreement.agree(done if isinstance(done, operations.WorkerFailure) else None)
             if failure is not None:
                 agreement.refuse(failure)
-        return operations.Done() if isinstance(done, operations.WorkerFailure) else done
+        return ops.Done() if isinstance(done, operations.WorkerFailure) else done
 
-    def execute(self, operation: operations.WorkerOperation, worker: Any = None) -> operations.Done:
+    def execute(self, operation: operations.WorkerOperation, worker: Any = None) -> ops.Done:
         """Executes any operation, by either carrier.
 
         Args:
@@ -206,55 +207,55 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
-                return operations.Done(channel=stager.channel.name)
-            case operations.Open():
-                return operations.Done(ahead=self.open_transfer(operation))
-            case operations.Drain():
+                return ops.Done(channel=stager.channel.name)
+            case ops.Open():
+                return ops.Done(ahead=self.open_transfer(operation))
+            case ops.Drain():
                 if stager.theirs is None:
                     raise transfer_failed(f"transport {operation.backend!r} can't be drained")
                 stager.theirs.drain(operation)
-            case operations.ArmManifest():
-                return operations.Done(room=self._arm_for(operation, while_serving=worker is None))
-            case operations.Extend(part=part):
+            case ops.ArmManifest():
+                return ops.Done(room=self._arm_for(operation, while_serving=worker is None))
+            case ops.Extend(part=part):
                 armed = require_armed(stager.armed if worker is None else self.armed)
                 stager.extend(armed, self._loadable[armed.target], part)
-            case operations.Start(staged=True):
-                return operations.Done(in_place=stager.start(self.armed))
-            case operations.ReceiveChunk(staged=True):
+            case ops.Start(staged=True):
+                return ops.Done(in_place=stager.start(self.armed))
+            case ops.ReceiveChunk(staged=True):
                 stager.receive(operation)
             case operations.Stage(chunks=chunks):
                 stager.stage(chunks)
-            case operations.Finish(staged=True):
+            case ops.Finish(staged=True):
                 stager.seal()
             case operations.CheckReady():
                 self._loadable["model"].staged.require_sealed()
-            case operations.SwapStaged():
+            case ops.SwapStaged():
                 stager.swap()
-            case operations.Restore(staged=True):
+            case ops.Restore(staged=True):
                 stager.release()
-            case operations.ReceiveChunk():
+            case ops.ReceiveChunk():
                 self._receive(worker, operation)
             case operations.VerifyChunk():
                 self._arrived(operation)
             case _ if self._is_for_adapter(operation):
                 return self._execute_for_adapter(operation)
-            case operations.Start(target=target):
+            case ops.Start(target=target):
                 self._begin(worker, target, recover=operation.recover)
-            case operations.LoadChunk():
+            case ops.LoadChunk():
                 self._load(worker, operation)
-            case operations.Restore(target=target):
+            case ops.Restore(target=target):
                 self._restore(worker, target)
-            case operations.Finish():
+            case ops.Finish():
                 self._end(worker)
-        return operations.Done()
+        return ops.Done()
 
     def _is_for_adapter(self, operation: operations.WorkerOperation) -> bool:
         """Returns whether an operation is on LoRA adapters, or a step of an adapter's update."""
         updates = self._incoming is not None or bool(self._adapters.outgoing)
         return updates or isinstance(operation, operations.OF_ADAPTERS)
 
-    def _execute_for_adapter(self, operation: operations.WorkerOperation) -> operations.Done:
-        if isinstance(operation, operations.LoadChunk):
+    def _execute_for_adapter(self, operation: operations.WorkerOperation) -> ops.Done:
+        if isinstance(operation, ops.LoadChunk):
             self._load_adapter(operation)
         elif self._incoming is not None:
             self._receiver.clear()
@@ -294,7 +295,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         self._receiver.clear()
         self._loadable[self._target].discard()
 
-    def open_transfer(self, operation: operations.Open) -> int:
+    def open_transfer(self, operation: ops.Open) -> int:
         """Connects to the sender; returns how many chunks may be received before one is loaded.
 
         Raises:
@@ -305,7 +306,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             self._open(operation)
         return self._receiver.prefetch_depth
 
-    def _open(self, operation: operations.Open) -> None:
+    def _open(self, operation: ops.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
         backend, params = operation.backend, operation.params
@@ -324,7 +325,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         with shared_communicators():
             receiver.open(params, operation.place.of_worker(self._index))
 
-    def _arm(self, operation: operations.ArmManifest, manifest: Manifest) -> None:
+    def _arm(self, operation: ops.ArmManifest, manifest: Manifest) -> None:
         self.armed, target = None, operation.target
         if manifest.counts and self.session.open:
             raise EngineError(
@@ -353,9 +354,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         self._last_manifest.check_room(self._receiver.backend, self._receiver.receiver)
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
-    def _arm_for(
-        self, operation: operations.ArmManifest, *, while_serving: bool
-    ) -> StagingCapacity:
+    def _arm_for(self, operation: ops.ArmManifest, *, while_serving: bool) -> StagingCapacity:
         """Arms an update; returns how much memory staging needs, or why it can't be staged.
 
         Raises:
@@ -376,7 +375,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             self._arm(operation, manifest)
         return self.wavebus_room
 
-    def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:  # noqa: ARG002 - see native
+    def _receive(self, worker: Any, operation: ops.ReceiveChunk) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
         chunks = require_armed(self.armed).announced.chunks
@@ -387,7 +386,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             return True
         return self._loadable[self._target].plans.update is not None
 
-    def _arrived(self, operation: operations.SentChunk) -> Tensors:
+    def _arrived(self, operation: ops.SentChunk) -> Tensors:
         """Returns the tensors of a chunk, after it has arrived and its checksums were compared."""
         received = self._receiver.take(operation.seq)
         if operation.sums:
@@ -395,7 +394,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         self._loadable[self._target].unloaded.check(received)
         return received if self._loads_in_place() else self._receiver.take_own(operation.seq)
 
-    def _take(self, operation: operations.SentChunk, check: Callable[[], None]) -> Tensors:
+    def _take(self, operation: ops.SentChunk, check: Callable[[], None]) -> Tensors:
         """Returns a chunk when all workers have it; raises if ``check`` raised in any."""
         arrived: Tensors = []
 
@@ -410,7 +409,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             raise
         return arrived
 
-    def _load(self, worker: Any, operation: operations.LoadChunk) -> None:
+    def _load(self, worker: Any, operation: ops.LoadChunk) -> None:
         def check() -> None:
             self.session.require_open(worker)
             self._require_its_session()
@@ -424,7 +423,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             raise
         self._receiver.release(operation.seq)
 
-    def _load_adapter(self, operation: operations.LoadChunk) -> None:
+    def _load_adapter(self, operation: ops.LoadChunk) -> None:
         incoming = self._incoming
 
         def check() -> None:

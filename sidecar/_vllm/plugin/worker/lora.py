@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bus import operations as ops
 from bus._lora import adapter_of, removes_adapter
 from bus.errors import EngineError
 from bus.messages import NackCode
@@ -121,7 +122,7 @@ class LoraAdapters:
         self.outgoing = name if removes_adapter(backend) else ""
         return bool(self.outgoing)
 
-    def perform(self, operation: operations.WorkerOperation) -> operations.Done:
+    def perform(self, operation: operations.WorkerOperation) -> ops.Done:
         """Carries out an operation on adapters that no chunk comes with.
 
         Args:
@@ -131,9 +132,9 @@ class LoraAdapters:
             The adapters that vLLM can load afterwards: those for new requests, and retired ones.
         """
         match operation:
-            case operations.Finish() if self.outgoing:
+            case ops.Finish() if self.outgoing:
                 self.remove(self.outgoing)
-            case operations.Restore():
+            case ops.Restore():
                 self.undo(settled=True)
             case operations.DropAdapters(in_use=in_use):
                 self.drop_all(in_use)
@@ -141,7 +142,7 @@ class LoraAdapters:
                 self.undo(settled=settled)
             case operations.SettleAdapter(in_use=in_use):
                 self.settle(in_use)
-        return operations.Done(adapters=self.names)
+        return ops.Done(adapters=self.names)
 
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
         """Checks that a LoRA adapter fits the model; loads nothing.

@@ -24,7 +24,7 @@ from bus.errors import EngineError, wrong_state
 from bus.messages import NackCode
 from sidecar._transfer.chunk_receiver import require_chunk
 from sidecar._transfer.unloaded import CheckedLoading, refused
-from sidecar._vllm.plugin import agreement, operations
+from sidecar._vllm.plugin import agreement
 from sidecar._vllm.plugin.loading.target_model import require_armed
 from sidecar._vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
 from sidecar._vllm.plugin.worker.native_handles import rebuildable
@@ -33,6 +33,7 @@ from sidecar._vllm.plugin.worker.native_transport import VllmTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from bus import operations as ops
     from bus._manifest import Manifest
     from bus._weight_transfer.allocation import RankAssignment
     from bus._weight_transfer.packing import Tensors
@@ -78,7 +79,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return self._transport.buffer_bytes(armed.announced.chunks)
 
     def receive(
-        self, armed: ArmedUpdate, operation: operations.ReceiveChunk, put: Callable[[Tensors], None]
+        self, armed: ArmedUpdate, operation: ops.ReceiveChunk, put: Callable[[Tensors], None]
     ) -> None:
         """Receives a chunk of a staged update; see :class:`VllmReceiver`.
 
@@ -99,7 +100,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         """Releases what vLLM keeps between an update's chunks."""
         self._transport.finish()
 
-    def drain(self, operation: operations.Drain) -> None:
+    def drain(self, operation: ops.Drain) -> None:
         """Receives what the sender sends, and discards it; see :class:`VllmReceiver`."""
         try:
             if operation.backend != self._receiver.backend:
@@ -127,7 +128,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         loadable.repacking.before_start()
         self._original.start_weight_update()
 
-    def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
+    def _receive(self, worker: Any, operation: ops.ReceiveChunk) -> None:
         """Receives a chunk. vLLM's own transports also load it, in the same call."""
         if not vllm_payloads.engine_of(operation.backend):
             super()._receive(worker, operation)
@@ -158,9 +159,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             del model.load_weights
         checked.require_checked(names)
 
-    def _update_info(
-        self, armed: ArmedUpdate, operation: operations.ReceiveChunk
-    ) -> dict[str, Any]:
+    def _update_info(self, armed: ArmedUpdate, operation: ops.ReceiveChunk) -> dict[str, Any]:
         """Returns the arguments of the guarded engine's ``update_weights``."""
         if not self._transport.is_open or operation.backend != self._receiver.backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
@@ -185,7 +184,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     # -- operations ------------------------------------------------------------------
 
-    def _open(self, operation: operations.Open) -> None:
+    def _open(self, operation: ops.Open) -> None:
         if not vllm_payloads.engine_of(operation.backend):
             self._transport.close()
             super()._open(operation)
@@ -249,7 +248,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         parallel.rank = place.of_worker(self._index).rank - 1
         return {**info, "world_size": place.world_size - 1 + first}, parallel
 
-    def _arm(self, operation: operations.ArmManifest, manifest: Manifest) -> None:
+    def _arm(self, operation: ops.ArmManifest, manifest: Manifest) -> None:
         takes_draft = self._engine.supports_draft_weight_update
         if self._transport.is_open and operation.target == "draft" and not takes_draft:
             raise EngineError(
@@ -307,7 +306,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         def wavebus_loading(self) -> dict[str, Any]:
             return {} if self._wavebus is None else self._wavebus.wavebus_loading
 
-        def wavebus_perform(self, worker: Any, operation: str) -> operations.Done:
+        def wavebus_perform(self, worker: Any, operation: str) -> ops.Done:
             return self._guard().wavebus_perform(worker, operation)
 
         def start_weight_update(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 import bus.log
+from bus import operations as ops
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode, ProbeResult
 from sidecar._vllm import connection_http
@@ -179,7 +180,7 @@ def test_a_step_is_one_post() -> None:
         server = Server(collective_rpc={"results": [{"type": "done"}]})
         async with serving(server) as (engine, _):
             await steps(engine).start_update(recover=False, target="draft")
-            operation = operations.encode(operations.Start("draft", recover=False))
+            operation = operations.encode(ops.Start("draft", recover=False))
             [(name, body)] = server.posts
             assert name == "collective_rpc"
             assert body == {"method": operations.PERFORM, "kwargs": {"operation": operation}}

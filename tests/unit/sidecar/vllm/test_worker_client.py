@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from bus import operations as ops
 from bus._lora import adapter_backend, removal_backend
 from bus._manifest import NO_TENSORS, Manifest, TensorMeta
 from bus._weight_transfer.allocation import NO_RANK, StagingCapacity
@@ -65,13 +66,13 @@ class Workers:
             case operations.PERFORM:
                 asked = operations.decode(kwargs["operation"])
                 self._perform(asked)
-                armed = isinstance(asked, operations.ArmManifest)
+                armed = isinstance(asked, ops.ArmManifest)
                 room = self.found if armed else None
-                done = operations.Done(ahead=2, room=room, adapters=self.held)
+                done = ops.Done(ahead=2, room=room, adapters=self.held)
                 if not isinstance(asked, operations.Hello):
                     return [msgspec.to_builtins(done)]
                 names = [self.channel_name or self.channel.name, *(p.name for p in self.peers)]
-                return [msgspec.to_builtins(operations.Done(channel=name)) for name in names]
+                return [msgspec.to_builtins(ops.Done(channel=name)) for name in names]
             case worker_rpc.SWAP:
                 self.told.append(operations.decode(kwargs["operation"]))
                 return [True]
@@ -84,16 +85,16 @@ class Workers:
                 return [self.is_in_lockstep]
         raise AssertionError(method)
 
-    def _carry_out(self, told: operations.WorkerOperation) -> operations.Done:
+    def _carry_out(self, told: operations.WorkerOperation) -> ops.Done:
         if isinstance(told, operations.Greet):
-            return operations.Done()
+            return ops.Done()
         self.told.append(told)
         self.by_lane.append(told)
-        if isinstance(told, operations.ArmManifest):
+        if isinstance(told, ops.ArmManifest):
             if self.forgets:
                 raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
-            return operations.Done(room=self.found)
-        return operations.Done(in_place=self.in_place, ahead=3)
+            return ops.Done(room=self.found)
+        return ops.Done(in_place=self.in_place, ahead=3)
 
     def _perform(self, told: operations.WorkerOperation) -> None:
         self.told.append(told)
@@ -132,8 +133,8 @@ def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer
     return client
 
 
-def armed(manifest: Manifest, staging: Staging | None = None) -> operations.ArmManifest:
-    return operations.ArmManifest(manifest, "model", staging, False, manifest.digest)
+def armed(manifest: Manifest, staging: Staging | None = None) -> ops.ArmManifest:
+    return ops.ArmManifest(manifest, "model", staging, False, manifest.digest)
 
 
 def told(workers: Workers, *steps: Coroutine[Any, Any, object]) -> list[Told]:
@@ -165,10 +166,10 @@ def test_an_update_is_one_call_for_each_step(
     )
     assert told(workers, *todo) == [
         armed(MANIFEST),
-        operations.Start("model", recover=False),
-        operations.ReceiveChunk(0, "shm", b"h"),
-        operations.LoadChunk(0, "full", (7,)),
-        operations.Finish(),
+        ops.Start("model", recover=False),
+        ops.ReceiveChunk(0, "shm", b"h"),
+        ops.LoadChunk(0, "full", (7,)),
+        ops.Finish(),
     ]
 
 
@@ -188,8 +189,8 @@ def test_a_part_is_checked_before_its_chunks_come(
         steps(client).receive(ReceiveChunk(1, "vllm:nccl", b"h")),
     )
     assert told(workers, *todo)[2:] == [
-        operations.Extend(part),
-        operations.ReceiveChunk(1, "vllm:nccl", b"h"),
+        ops.Extend(part),
+        ops.ReceiveChunk(1, "vllm:nccl", b"h"),
     ]
 
 
@@ -209,7 +210,7 @@ def test_a_part_of_a_staged_update_is_checked_by_the_channel_of_a_lone_worker(
     told(workers, *todo)
     workers.by_lane.clear()
     part = Manifest.plan([TensorMeta("b", "float32", (2,))], chunk_bytes=8)
-    extend = operations.Extend(part)
+    extend = ops.Extend(part)
     assert told(workers, steps(client).extend(part)) == [extend]
     assert workers.by_lane == ([] if peers else [extend])
 
@@ -235,12 +236,12 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     assert told(workers, *todo) == [
         armed(MANIFEST, MAY),
         *(["expect a swap: True"] if is_in_lockstep else []),
-        operations.Start(staged=True),
-        operations.ReceiveChunk(0, "shm", b"h", staged=True),
-        operations.Stage((operations.LoadChunk(0, "full", (7,), staged=True),)),
-        operations.Finish(staged=True),
-        operations.SwapStaged(3),
-        operations.Restore(staged=True),
+        ops.Start(staged=True),
+        ops.ReceiveChunk(0, "shm", b"h", staged=True),
+        operations.Stage((ops.LoadChunk(0, "full", (7,), staged=True),)),
+        ops.Finish(staged=True),
+        ops.SwapStaged(3),
+        ops.Restore(staged=True),
         *(["expect a swap: False"] if is_in_lockstep else []),
     ]
 
@@ -270,14 +271,14 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
         steps(client).load(2, "sample", (9,)),
         steps(client).finish_update(),
     )
-    sent = [operations.LoadChunk(seq, "sample", (7 + seq,), staged=True) for seq in range(3)]
+    sent = [ops.LoadChunk(seq, "sample", (7 + seq,), staged=True) for seq in range(3)]
     assert told(workers, *todo) == [
-        operations.Start(staged=True),
-        operations.ReceiveChunk(0, "nccl", b"h", staged=True),
-        operations.ReceiveChunk(1, "nccl", b"h", staged=True),
-        operations.ReceiveChunk(2, "nccl", b"h", staged=True),
+        ops.Start(staged=True),
+        ops.ReceiveChunk(0, "nccl", b"h", staged=True),
+        ops.ReceiveChunk(1, "nccl", b"h", staged=True),
+        ops.ReceiveChunk(2, "nccl", b"h", staged=True),
         operations.Stage(tuple(sent)),
-        operations.Finish(staged=True),
+        ops.Finish(staged=True),
     ]
 
 
@@ -328,10 +329,7 @@ def test_what_may_take_long_is_asked_of_lanes(
     told(workers, client._hello(facts(), cores=1))
     for backend in (adapter_backend("mine"), "shm"):
         assert asyncio.run(steps(client).open_transfer(backend, b"", NO_RANK)) == 3
-        assert (
-            workers.by_lane[-workers_there:]
-            == [operations.Open("o1", backend, b"")] * workers_there
-        )
+        assert workers.by_lane[-workers_there:] == [ops.Open("o1", backend, b"")] * workers_there
     told(workers, steps(client).arm(MANIFEST, "model", MAY))
     arm = armed(MANIFEST, MAY)
     assert workers.told == [arm]
@@ -384,7 +382,7 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
     told(workers, client._hello(facts({"prefix_cache_versions": mixes}), cores=1))
     assert client._caches.clears(True)
     assert client._caches.clears(False) == bool(mixes)
-    swap = operations.SwapStaged(5, clear_cache=bool(mixes))
+    swap = ops.SwapStaged(5, clear_cache=bool(mixes))
     assert told(workers, steps(client).swap(5, clear_cache=False)) == [swap]
 
 
@@ -407,8 +405,8 @@ def test_a_recovery_and_a_restore_are_one_call(
     workers = Workers()
     client = client_of(workers, closed)
     recovered = steps(client).start_update(recover=True, target="draft")
-    assert told(workers, recovered) == [operations.Start("draft", recover=True)]
-    assert told(workers, steps(client).restore("draft")) == [operations.Restore("draft")]
+    assert told(workers, recovered) == [ops.Start("draft", recover=True)]
+    assert told(workers, steps(client).restore("draft")) == [ops.Restore("draft")]
 
 
 class Waiting(Workers):
@@ -418,15 +416,15 @@ class Waiting(Workers):
         super().__init__()
         self.waits, self.interrupted = threading.Event(), threading.Event()
 
-    def _carry_out(self, told: operations.WorkerOperation) -> operations.Done:
-        if isinstance(told, operations.ReceiveChunk):
+    def _carry_out(self, told: operations.WorkerOperation) -> ops.Done:
+        if isinstance(told, ops.ReceiveChunk):
             self.waits.set()
             self.interrupted.wait()
         return super()._carry_out(told)
 
     def _perform(self, told: operations.WorkerOperation) -> None:
         super()._perform(told)
-        if told == operations.Restore(staged=True):
+        if told == ops.Restore(staged=True):
             self.interrupted.set()
 
 
@@ -449,9 +447,7 @@ def test_a_staged_receive_of_vllms_own_is_called_off_through_the_core(
         await asyncio.to_thread(workers.waits.wait)
         await client.call_off()
         await receiving
-        assert workers.told.count(operations.Restore(staged=True)) == 2, (
-            "the first one is the hello's"
-        )
+        assert workers.told.count(ops.Restore(staged=True)) == 2, "the first one is the hello's"
         await client.call_off()
         assert workers.told[-1] == "call off"
 
@@ -465,7 +461,7 @@ def test_engines_step_on_while_their_workers_drain_a_transport(
     """Unless they have no staging channels: several cores have none."""
     workers = Workers()
     client = client_of(workers, closed)
-    drain = operations.Drain("d1", "vllm:nccl", b"h", 1500)
+    drain = ops.Drain("d1", "vllm:nccl", b"h", 1500)
 
     async def scenario() -> None:
         await client._hello(facts(), cores=cores, backend="nccl")
@@ -489,9 +485,9 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
             told(workers, steps(client).load(0, "full", (7,)))
         assert workers.told == [operations.VerifyChunk(0, "full", (7,))]
     else:
-        loaded = [operations.VerifyChunk(0, "full", (7,)), operations.LoadChunk(0, "off", ())]
+        loaded = [operations.VerifyChunk(0, "full", (7,)), ops.LoadChunk(0, "off", ())]
         assert told(workers, steps(client).load(0, "full", (7,))) == loaded
-        assert told(workers, steps(client).load(1)) == [operations.LoadChunk(1, "off", ())]
+        assert told(workers, steps(client).load(1)) == [ops.LoadChunk(1, "off", ())]
 
 
 def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
@@ -526,15 +522,15 @@ def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
     assert told(workers, *todo) == [
         "check mine",
         armed(manifest),
-        operations.Start(),
-        operations.ReceiveChunk(0, mine, b"h", "u7"),
-        operations.LoadChunk(0, "full", (7,)),
-        operations.ReceiveChunk(1, mine, b"h", "u7"),
-        operations.LoadChunk(1, "full", (8,)),
+        ops.Start(),
+        ops.ReceiveChunk(0, mine, b"h", "u7"),
+        ops.LoadChunk(0, "full", (7,)),
+        ops.ReceiveChunk(1, mine, b"h", "u7"),
+        ops.LoadChunk(1, "full", (8,)),
         f"load mine from {ADAPTER_PATHS}u7",
-        operations.Finish(),
+        ops.Finish(),
         operations.SettleAdapter(),
-        operations.Restore(),
+        ops.Restore(),
         "undo mine",
     ]
 
@@ -559,11 +555,11 @@ def test_a_removal_is_the_front_ends_before_it_is_settled(
     assert told(workers, *todo) == [
         "check mine",
         armed(NO_TENSORS),
-        operations.Start(),
-        operations.Finish(),
+        ops.Start(),
+        ops.Finish(),
         "remove mine",
         operations.SettleAdapter(),
-        operations.Restore(),
+        ops.Restore(),
         "undo mine",
     ]
 

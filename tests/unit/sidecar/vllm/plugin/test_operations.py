@@ -8,6 +8,7 @@ import json
 import msgspec
 import pytest
 
+from bus import operations as ops
 from bus._manifest import Manifest
 from bus._weight_transfer.allocation import StagingCapacity
 from bus.messages import NackCode, Staging
@@ -24,15 +25,15 @@ FAILURE = operations.WorkerFailure(
     "operation",
     [
         operations.Hello(1),
-        operations.Open("o1", "gloo", b"\x00\xff", 1 << 62, 9, 3),
+        ops.Open("o1", "gloo", b"\x00\xff", 1 << 62, 9, 3),
         operations.VerifyChunk(3, "full", (0, (1 << 64) - 1)),
-        operations.ArmManifest(MANIFEST, "draft", digest="d" * 64),
-        operations.Start("draft", True),
-        operations.ReceiveChunk(3, "shm", b"\x80", "u1"),
-        operations.LoadChunk(3, "sample", (0, (1 << 64) - 1)),
-        operations.Restore("draft"),
-        operations.Finish(),
-        operations.SwapStaged(4, clear_cache=True),
+        ops.ArmManifest(MANIFEST, "draft", digest="d" * 64),
+        ops.Start("draft", True),
+        ops.ReceiveChunk(3, "shm", b"\x80", "u1"),
+        ops.LoadChunk(3, "sample", (0, (1 << 64) - 1)),
+        ops.Restore("draft"),
+        ops.Finish(),
+        ops.SwapStaged(4, clear_cache=True),
         operations.UndoAdapter(settled=True),
         operations.SettleAdapter(),
     ],
@@ -69,7 +70,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_an_operation_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not even looked at beyond."""
-    text = operations.encode(operations.Finish())
+    text = operations.encode(ops.Finish())
     monkeypatch.setattr(operations, "MAX_PAYLOAD_CHARS", len(text) - 1)
     with pytest.raises(ValueError, match="characters"):
         operations.decode(text)
@@ -115,22 +116,20 @@ def test_long_failures_are_clipped() -> None:
     "said",
     [
         operations.Greet(),
-        operations.ArmManifest(None, "model", STAGING, digest="d" * 64),
-        operations.Open("o1", "gloo", b"\x00\xff", 1 << 62, 9, 3),
-        operations.ArmManifest(MANIFEST),
-        operations.Start(staged=True),
-        operations.ReceiveChunk(3, "nccl", b"\x80", staged=True),
-        operations.Stage((operations.LoadChunk(3, "full", (0, (1 << 64) - 1), staged=True),)),
-        operations.Finish(staged=True),
+        ops.ArmManifest(None, "model", STAGING, digest="d" * 64),
+        ops.Open("o1", "gloo", b"\x00\xff", 1 << 62, 9, 3),
+        ops.ArmManifest(MANIFEST),
+        ops.Start(staged=True),
+        ops.ReceiveChunk(3, "nccl", b"\x80", staged=True),
+        operations.Stage((ops.LoadChunk(3, "full", (0, (1 << 64) - 1), staged=True),)),
+        ops.Finish(staged=True),
     ],
 )
 def test_what_a_lane_is_asked_survives_its_way(said: operations.WorkerOperation) -> None:
     assert operations.unpack(operations.pack(said)) == said
 
 
-@pytest.mark.parametrize(
-    "said", [operations.Done(), operations.Done(room=StagingCapacity(3, "no")), FAILURE]
-)
+@pytest.mark.parametrize("said", [ops.Done(), ops.Done(room=StagingCapacity(3, "no")), FAILURE])
 def test_so_does_what_it_answers(said: operations.Answer) -> None:
     assert operations.unpack_answer(operations.pack(said)) == said
 

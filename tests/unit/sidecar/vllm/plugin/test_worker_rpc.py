@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bus import operations as ops
 from bus._weight_transfer.allocation import StagingCapacity
 from bus.errors import EngineError
 from bus.messages import NO_LIMITS, RequestLimits
@@ -114,13 +115,13 @@ def test_an_operation_is_carried_out_by_the_workers_engine() -> None:
     """Which is given the worker, whose session it opens and closes."""
     told: list[Any] = []
 
-    def carry_out(*args: Any) -> operations.Done:
+    def carry_out(*args: Any) -> ops.Done:
         told.append(args)
-        return operations.Done(ahead=3)
+        return ops.Done(ahead=3)
 
     worker, _ = workers_with(SimpleNamespace(wavebus_perform=carry_out))
     answer = getattr(worker, operations.PERFORM)(operation="op")
-    assert worker_rpc.read_done([answer]) == [operations.Done(ahead=3)]
+    assert worker_rpc.read_done([answer]) == [ops.Done(ahead=3)]
     assert told == [(worker, "op")]
 
 
@@ -138,8 +139,8 @@ def test_each_workers_answer_is_read() -> None:
     some = {"type": "done", "room": {"needed_bytes": 5, "why_not": ""}}
     most = {"type": "done", "ahead": 3, "room": {"needed_bytes": 9, "why_not": "no room"}}
     assert worker_rpc.read_done([some, most]) == [
-        operations.Done(room=StagingCapacity(5)),
-        operations.Done(ahead=3, room=StagingCapacity(9, "no room")),
+        ops.Done(room=StagingCapacity(5)),
+        ops.Done(ahead=3, room=StagingCapacity(9, "no room")),
     ]
     for wrong in ([], None, [{"type": "done", "room": {"needed_bytes": "many"}}], [2]):
         with pytest.raises(EngineError, match="answered"):

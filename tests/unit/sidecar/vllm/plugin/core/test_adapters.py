@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bus import operations as ops
 from sidecar._vllm.plugin import operations
 from sidecar._vllm.plugin.core import adapters
 from sidecar._vllm.plugin.vllm_names import ADAPTER_PATHS
@@ -34,7 +35,7 @@ class Core:
 
     def _original(self, _method: str, _timeout: Any, _args: Any, kwargs: dict[str, Any]) -> Any:
         self.carried_out.append(operations.decode(kwargs["operation"]))
-        return [msgspec.to_builtins(operations.Done(adapters=self.held))]
+        return [msgspec.to_builtins(ops.Done(adapters=self.held))]
 
 
 @pytest.mark.parametrize("operation", [operations.SettleAdapter(), operations.DropAdapters()])
@@ -48,7 +49,7 @@ def test_workers_are_told_which_adapters_are_in_use(
 
 def test_all_else_reaches_workers_as_it_came() -> None:
     core = Core("a")
-    large = operations.Open("o1", "lora:" + "x" * 128, b"x" * 4096)
+    large = ops.Open("o1", "lora:" + "x" * 128, b"x" * 4096)
     for each in (operations.UndoAdapter(settled=True), large):
         core.call(each)
     assert core.carried_out == [operations.UndoAdapter(settled=True), large]
@@ -66,7 +67,7 @@ def test_a_request_whose_adapter_is_gone_is_not_for_the_workers() -> None:
     assert adapters.missing(core, request("b")) == ""
     core.call(operations.SettleAdapter())
     core.held = None
-    core.call(operations.Finish())  # which says nothing of adapters
+    core.call(ops.Finish())  # which says nothing of adapters
     assert adapters.missing(core, request("a")) == ""
     assert adapters.missing(core, request("")) == ""
     assert adapters.missing(core, request("b", "/models/b")) == ""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from bus import operations as ops
 from bus.messages import NackCode
 from sidecar._shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
 from sidecar._shared_pages.pause_lease import LeaseOutcome, PauseLease, deadline_ns, lease_path
@@ -80,7 +81,7 @@ class Core:
         return bool(self.core.scheduler.pause_state == 0)
 
     @property
-    def operations(self) -> list[wire.Operation]:
+    def operations(self) -> list[ops.Operation]:
         return [
             wire.decode(kwargs["operation"])
             for method, kwargs in self.core.calls
@@ -177,7 +178,7 @@ def test_it_decides_once(alone: Core) -> None:
 @pytest.mark.parametrize("target", ["model", "draft"])
 def test_an_update_that_was_begun_is_restored_first(alone: Core, target: Begun) -> None:
     assert alone.paused().held(a_lease(begun=target)).looks() == "resumed"
-    assert alone.operations == [wire.Restore(target)]  # type: ignore[arg-type]
+    assert alone.operations == [ops.Restore(target)]  # type: ignore[arg-type]
     assert alone.runs
 
 
@@ -263,10 +264,10 @@ def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core
 
 
 UPDATES = [
-    wire.Start("model"),
-    wire.ReceiveChunk(0, "shm", b""),
-    wire.LoadChunk(0),
-    wire.Finish(),
+    ops.Start("model"),
+    ops.ReceiveChunk(0, "shm", b""),
+    ops.LoadChunk(0),
+    ops.Finish(),
 ]
 
 
@@ -288,7 +289,7 @@ def test_a_hold_that_is_void_lets_no_update_through(
     assert failure is not None
     assert failure.code is NackCode.WRONG_STATE
     assert "the pause's lease was over, and the engine is resumed" in failure.detail
-    core.collective_rpc("wavebus_perform", kwargs={"operation": wire.encode(wire.Restore("model"))})
+    core.collective_rpc("wavebus_perform", kwargs={"operation": wire.encode(ops.Restore("model"))})
     core.collective_rpc("anything")
     watch.page.write_lease(a_lease(8, left_ms=60_000))
     core.collective_rpc("wavebus_perform", kwargs=text)
@@ -316,7 +317,7 @@ def test_ranks_that_are_whole_resume_together(pair: list[Core]) -> None:
     assert not pair[0].runs
     assert turns(*pair) == ["resumed", "resumed"]
     assert [each.runs for each in pair] == [True, True]
-    assert [each.operations for each in pair] == [[wire.Restore("model")]] * 2
+    assert [each.operations for each in pair] == [[ops.Restore("model")]] * 2
 
 
 def test_nobody_resumes_while_a_peer_is_held(pair: list[Core]) -> None:
@@ -490,7 +491,7 @@ def test_cores_that_are_whole_resume_together(cores: list[Core]) -> None:
     assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
     assert zero.runs
     assert one.runs
-    assert [each.operations for each in cores] == [[wire.Restore("model")]] * 2
+    assert [each.operations for each in cores] == [[ops.Restore("model")]] * 2
 
 
 @pytest.mark.parametrize("how", ["broken", "not restored"])

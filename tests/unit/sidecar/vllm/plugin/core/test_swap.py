@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bus import operations as ops
 from bus.messages import NackCode
 from sidecar._vllm.plugin import operations
 from sidecar._vllm.plugin.core import swap as core_swap
@@ -44,7 +45,7 @@ def module(bare: Any) -> Any:
 
 
 def swap(core: Any, version: int = 5, *, clear_cache: bool = False) -> Any:
-    operation = operations.encode(operations.SwapStaged(version, clear_cache))
+    operation = operations.encode(ops.SwapStaged(version, clear_cache))
     return core.collective_rpc(SWAP, None, (), {"operation": operation})
 
 
@@ -121,12 +122,12 @@ def test_alone_it_swaps_at_once(module: Any) -> None:
     """The workers are asked where the core asks them for steps; what comes is of the version."""
     core = module.EngineCoreProc()
     assert swap(core) == [False]
-    assert core.calls == [CHECK, performed(operations.SwapStaged(5))]
+    assert core.calls == [CHECK, performed(ops.SwapStaged(5))]
     assert (core.get_weight_version(), label(core), core.resets) == ("5", "5", 0)
     assert core.collective_rpc(CALL_OFF) == [False]
     core.calls.clear()
     swap(core, 6, clear_cache=True)
-    op = performed(operations.SwapStaged(6, clear_cache=True))
+    op = performed(ops.SwapStaged(6, clear_cache=True))
     assert core.calls == [CHECK, ("reset_prefix_cache", None), op]
 
 
@@ -320,7 +321,7 @@ def test_a_connector_that_no_salt_keeps_apart_must_be_cleared(
     with pytest.raises(core_swap.SwapRefused) as cant:
         swap(core, clear_cache=True)
     assert refused(cant.value) is NackCode.CALLED_OFF
-    assert performed(operations.SwapStaged(5, clear_cache=True)) not in core.calls
+    assert performed(ops.SwapStaged(5, clear_cache=True)) not in core.calls
     assert core.get_weight_version() == "default"
     example.says = True
     swap(core, clear_cache=True)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus import operations as ops
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from sidecar._vllm.plugin import operations
-from sidecar._vllm.plugin.operations import Open
 from sidecar._vllm.plugin.staging.channel_server import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -45,9 +45,9 @@ class Worker:
         self.channel = StagingChannelServer(self._carry_out, self._interrupt)
         self._waits_for, self._fails_at = waits_for, fails_at
 
-    def _carry_out(self, operation: operations.WorkerOperation) -> operations.Done:
+    def _carry_out(self, operation: operations.WorkerOperation) -> ops.Done:
         if isinstance(operation, operations.Greet):
-            return operations.Done()
+            return ops.Done()
         seq = operation.chunks[0].seq if isinstance(operation, operations.Stage) else -2
         self.began.set()
         if seq == self._waits_for:
@@ -57,7 +57,7 @@ class Worker:
         if seq == self._fails_at:
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH, tensor="a.b")
         self.told.append(operation)
-        return operations.Done(in_place=seq == 0)
+        return ops.Done(in_place=seq == 0)
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -74,7 +74,7 @@ def workers() -> Iterator[list[Worker]]:
 
 
 def stage(seq: int) -> operations.Stage:
-    return operations.Stage((operations.LoadChunk(seq, staged=True),))
+    return operations.Stage((ops.LoadChunk(seq, staged=True),))
 
 
 async def reached(*workers: Worker) -> StagingChannels:
@@ -91,14 +91,14 @@ def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> Non
         channels = await reached(*workers)
         for seq in range(3):
             answers = await channels.perform(stage(seq))
-            assert answers == [operations.Done(in_place=seq == 0)] * 2
+            assert answers == [ops.Done(in_place=seq == 0)] * 2
             assert [len(worker.told) for worker in workers] == [seq + 1] * 2
-        await channels.perform(operations.Finish(staged=True))
+        await channels.perform(ops.Finish(staged=True))
         channels.close()
 
     asyncio.run(scenario())
     for worker in workers:
-        assert worker.told == [stage(0), stage(1), stage(2), operations.Finish(staged=True)]
+        assert worker.told == [stage(0), stage(1), stage(2), ops.Finish(staged=True)]
 
 
 def test_a_failure_keeps_its_code_and_its_tensor_and_the_lane(workers: list[Worker]) -> None:
@@ -160,7 +160,7 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
 
     async def scenario() -> None:
         channels = await reached(worker)
-        opening = asyncio.create_task(channels.perform(Open("o1", "gloo", b"", 1, 2, 1)))
+        opening = asyncio.create_task(channels.perform(ops.Open("o1", "gloo", b"", 1, 2, 1)))
         assert await asyncio.to_thread(worker.began.wait, LIMIT_S)
         with worker.channel.preempted():
             assert not worker.interrupted
@@ -176,7 +176,7 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
         later.close()
 
     asyncio.run(scenario())
-    assert [type(each) for each in worker.told] == [Open, operations.Stage]
+    assert [type(each) for each in worker.told] == [ops.Open, operations.Stage]
 
 
 def test_the_answer_to_a_call_that_was_given_up_is_nobodys(workers: list[Worker]) -> None:
@@ -268,7 +268,7 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
 _RUNS_OUT_OF_DESCRIPTORS = """
 import os, resource, sys, threading, time
 from types import SimpleNamespace
-from sidecar._vllm.plugin import operations
+from bus import operations as ops
 from sidecar._vllm.plugin.staging import channel_server as channel
 
 found_none = threading.Event()
@@ -278,7 +278,7 @@ def sleep(seconds):
     time.sleep(seconds)
 
 channel.time = SimpleNamespace(sleep=sleep)
-worker = channel.StagingChannelServer(lambda _: operations.Done(), lambda: None)
+worker = channel.StagingChannelServer(lambda _: ops.Done(), lambda: None)
 print(worker.name, flush=True)
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bus import operations as ops
 from bus._manifest import TensorMeta
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar._vllm.plugin import operations
 from sidecar._vllm.plugin.staging.channel_server import StagingChannelServer
 from sidecar._vllm.plugin.worker.native_transport import VllmTransport
 from sidecar._vllm.staging_channel import StagingChannels
@@ -284,10 +284,10 @@ def test_nobody_uses_the_communicator_beside_a_drain() -> None:
     engine.silent_from = 1
     transport = opened(engine)
 
-    def execute(operation: operations.Operation) -> operations.Done:
-        if isinstance(operation, operations.Drain):
+    def execute(operation: ops.Operation) -> ops.Done:
+        if isinstance(operation, ops.Drain):
             transport.discard(sent(engine, "a", "b"), operation.timeout_ms / 1000)
-        return operations.Done()
+        return ops.Done()
 
     channel = StagingChannelServer(execute, transport.interrupt)
 
@@ -298,9 +298,7 @@ def test_nobody_uses_the_communicator_beside_a_drain() -> None:
     async def scenario() -> None:
         channels = StagingChannels()
         await channels.open([channel.name])
-        draining = asyncio.create_task(
-            channels.perform(operations.Drain("d1", "vllm:nccl", b"", 600_000))
-        )
+        draining = asyncio.create_task(channels.perform(ops.Drain("d1", "vllm:nccl", b"", 600_000)))
         await asyncio.to_thread(engine.waits.wait)
         assert engine.users == 1
         assert await asyncio.to_thread(preempt) == 0
