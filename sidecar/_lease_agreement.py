@@ -69,8 +69,8 @@ _KEYS: Final = "wavebus/lease/"
 _ENDED: Final = b"ended"
 _VOID: Final = b"void"
 _PAUSING, _STUCK = b"pausing", b"stuck"
-_WHOLE: Final = "nobody renewed the lease, and no peer rank lacks a part"
-_PARTS: Final = "not all of its weights are there"
+ALL_WHOLE: Final = "no sidecar renewed the lease, and all ranks have complete weights"
+INCOMPLETE: Final = "its weights are incomplete"
 
 
 class Store(Protocol):
@@ -131,7 +131,7 @@ TRANSITIONS: Final[dict[tuple[AgreementState, AgreementEvent], AgreementState]] 
 
 
 class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
-    """Votes for one rank; only :meth:`vote` and :meth:`finish` do without the store.
+    """Votes for one rank; all methods but :meth:`vote` and :meth:`finish` use the store.
 
     Attributes:
         decision: in DECIDED: what all ranks do, and why.
@@ -232,21 +232,21 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         for rank, vote in self._votes().items():
             assert vote is not None, "a round ends when all ranks have voted"
             if not vote.whole:
-                return "quarantined", f"rank {rank}: {_PARTS}"
+                return "quarantined", f"rank {rank}: {INCOMPLETE}"
             if vote.version is not None:
                 versions.setdefault(vote.version, rank)
         if len(versions) > 1:
             return "quarantined", "ranks serve different versions: " + ", ".join(
                 f"rank {rank} serves {version}" for version, rank in versions.items()
             )
-        return "resumed", _WHOLE
+        return "resumed", ALL_WHOLE
 
     def _key(self, name: str) -> str:
         return f"{_KEYS}{self._round}/{name}"
 
 
 class LeaseRecord(Protocol):
-    """What a rank reads and writes of its lease page."""
+    """The part of a lease page that a rank's core uses."""
 
     def lease(self) -> PauseLease | None:
         """Returns the sidecar's lease."""
@@ -259,7 +259,7 @@ class LeaseRecord(Protocol):
 
 
 class RankCore(Protocol):
-    """What an engine core does for the lease of its rank.
+    """The engine core of one rank, as its lease uses it.
 
     Its methods are called on the core's own thread; its properties are read on any thread.
     """
@@ -284,10 +284,10 @@ class RankCore(Protocol):
         """Begins a pause that keeps requests, without waiting for the other ranks."""
 
     def prepare(self, lease: PauseLease) -> None:
-        """Undoes what an update has begun to change; raises if that is impossible."""
+        """Undoes what an update has begun to change, and wakes memory; raises if impossible."""
 
-    def resume(self, lease: PauseLease | None) -> None:
-        """Resumes, which waits for the other ranks."""
+    def resume(self) -> None:
+        """Resumes, which waits for the other ranks; :meth:`prepare` has woken memory."""
 
     def quarantine(self) -> None:
         """Ends all requests with the tokens they have."""
@@ -395,7 +395,7 @@ class RankLease:
     def _is_whole(self, lease: PauseLease | None) -> bool:
         if lease is None:
             return True
-        reason = f"of {', '.join(lease.partial)} not all weights are there" if lease.partial else ""
+        reason = f"incomplete weights: {', '.join(lease.partial)}" if lease.partial else ""
         end = self._page.outcome()
         if end is not None and end.serial == lease.serial and end.state == "quarantined":
             return False
@@ -424,7 +424,7 @@ class RankLease:
         self._beside = False
         self._agreement.finish()
         if state == "resumed":
-            self._core.resume(lease)
+            self._core.resume()
 
     def _write(self, lease: PauseLease, state: OutcomeState, reason: str) -> None:
         end = self._page.outcome()

@@ -50,7 +50,7 @@ class Core:
     def quarantine(self) -> None:
         say("quarantined")
 
-    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002 - nothing sleeps
+    def resume(self) -> None:
         self.is_resuming = True
         self._gloo.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()
         self.is_paused = self.is_complete = self.is_resuming = False

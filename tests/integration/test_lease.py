@@ -121,7 +121,7 @@ class Core:
     def prepare(self, lease: PauseLease) -> None:
         assert not lease.begun, "the sidecar undoes it first"
 
-    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002
+    def resume(self) -> None:
         self.is_paused = False
         self.resumes += 1
         self._rank.resumed.set()

@@ -86,7 +86,7 @@ class Rank:
             self.changing = False
             self.world.reach["undone"] += 1
 
-    def resume(self, lease: PauseLease | None) -> None:
+    def resume(self) -> None:
         """By a decision: each of the others has the same one before it, or has done it."""
         for other in self.world.ranks:
             assert not other.changing, "weights change while a rank resumes"
@@ -94,6 +94,7 @@ class Rank:
             decided = other.votes.state is not AgreementState.HELD
             assert decided or other.is_resuming or other is self or other.state == "running"
         self.world.reach["resumed by decision"] += 1
+        lease = self.page.lease()
         if lease is not None and lease.until_ns == FAR_NS:
             self.world.reach["renewed too late"] += 1
         self.state = "resuming"

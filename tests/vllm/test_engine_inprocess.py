@@ -284,7 +284,7 @@ def test_a_wrong_plan_is_found_out_by_the_first_update(under_test: InProcess) ->
             await under_test.assert_serves(new, version)
             [account] = await under_test.llm.collective_rpc("wavebus_loading")
             assert (account["way"], account["proven"]) == ("loader", False)
-            assert "qkv_proj.weight is not what was received as" in account["reason"]
+            assert "qkv_proj.weight differs from the received" in account["reason"]
 
     under_test.run(scenario())
 

@@ -79,7 +79,7 @@ def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> 
     model = Whole()
     model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
     room = stager_of(model).capacity(armed(), is_partial=False)
-    assert "out serves as it is not loaded" in room.why_not
+    assert "the served out is not contiguous" in room.why_not
 
 
 def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
@@ -98,7 +98,10 @@ def test_what_could_not_be_had_is_not_tried_again_before_there_is_more(
         short.setattr(StagingBuffers, "allocate", refused)
         with pytest.raises(EngineError, match="no room"):
             stager.start(armed())
-    assert "no room when it was last tried" in stager.capacity(armed(), is_partial=False).why_not
+    assert (
+        "the last attempt to allocate the memory failed"
+        in stager.capacity(armed(), is_partial=False).why_not
+    )
     free *= 2
     assert not stager.capacity(armed(), is_partial=False).why_not
     stager.start(armed())
@@ -137,7 +140,7 @@ def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() ->
     model = Whole()
     stager, loaded = stager_of(model), model.out
     model.out = nn.Parameter(torch.empty(HIDDEN, HIDDEN).t(), requires_grad=False)
-    with pytest.raises(EngineError, match="out serves as it is not loaded"):
+    with pytest.raises(EngineError, match="the served out is not contiguous"):
         stager.start(armed())
     model.out = loaded
     assert not stager.capacity(armed(), is_partial=False).why_not

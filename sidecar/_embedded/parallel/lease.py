@@ -31,11 +31,11 @@ class EmbeddedLease:
     Args:
         options: the rank's options.
         core: the rank's engine core.
-        updater: what carries out its updates.
+        updater: carries out the core's updates.
         store: the ranks' store, in which only this object's thread votes.
 
     Attributes:
-        page: the lease that the sidecar writes, and what the core has done when it was over.
+        page: the sidecar's lease, and what the core did when the lease was over.
     """
 
     def __init__(
@@ -55,39 +55,33 @@ class EmbeddedLease:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops to vote; a thread that waits for the store is left, and ends with the process."""
+        """Ends the voting; a thread that waits for the store ends with the process."""
         self._closed.set()
         self._thread.join(_STOP_PATIENCE_S)
 
-    # What the rank does for its lease
+    # The core, as its lease uses it
 
     @property
     def resumes(self) -> int:
-        """How often the core has resumed, with all ranks."""
         return self._core.resumes
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the core waits in a resume for other ranks."""
         return self._core.is_resuming
 
     @property
     def is_paused(self) -> bool:
-        """Whether the core is paused or pausing."""
         return self._core.is_paused
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks have paused, and the core is idle."""
         return self._core.is_pause_complete
 
     def pause(self) -> None:
-        """Begins a pause that keeps requests."""
-        self._log.warning("pause_completed", detail="a peer rank is paused alone")
+        self._log.warning("pause_completed", detail="a peer rank was paused alone")
         self._core.join_pause()
 
     def prepare(self, lease: PauseLease) -> None:
-        """Undoes what an update has begun to change, and wakes memory."""
         if lease.begun:
             try:
                 self._updater.require_whole()  # the sidecar's call has not come
@@ -96,12 +90,10 @@ class EmbeddedLease:
         if lease.asleep:
             self._core.memory.wake()
 
-    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002 - prepare() wakes memory
-        """Resumes, which waits for the other ranks."""
+    def resume(self) -> None:
         self._updater.resume()
 
     def quarantine(self) -> None:
-        """Ends all requests with the tokens they have."""
         self._core.end_requests()
 
     # The thread that votes

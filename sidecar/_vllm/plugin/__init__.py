@@ -12,9 +12,9 @@ module               responsible for
 ==================== ===============================================================
 ``patches``          lists everything that is wrapped inside vLLM, and in which order; each
                      wrapper's module declares what vLLM must look like there
-``kv_connectors``    how updates treat a vLLM's KV connectors
-``vllm_calls``       what vLLM functions must look like that are called, and not wrapped
-``vllm_names``       names inside vLLM that the list refers to
+``kv_connectors``    how updates treat each KV connector
+``vllm_calls``       what wavebus expects of vLLM functions that it calls as they are
+``vllm_names``       names inside vLLM, and the features that depend on them
 ``installation``     installs the patches, and reports which do not fit
 ``operations``       the operations of workers, and their answers
 ``worker_rpc``       the methods that a sidecar calls by ``collective_rpc``

@@ -59,9 +59,9 @@ def run_before_any_continues(action: Callable[[], object]) -> None:
 def refuse(failure: WorkerFailure) -> None:
     """Raises in the worker of the last rank a failure that all workers have agreed on.
 
-    vLLM reads the workers' answers in the order of ranks, and stops at the first error; answers
-    that it has not read it would take for those of the next call. So in all other workers this
-    function returns, and its caller returns an answer that nobody uses.
+    vLLM reads the workers' answers in the order of ranks, and stops at the first error. It would
+    take the unread answers for those of the next call. So in all other workers this function
+    returns, and its caller returns an answer that nobody uses.
 
     Args:
         failure: the failure; the same in all workers.
@@ -84,13 +84,13 @@ def attempt(action: Callable[[], T]) -> T | WorkerFailure:
         return WorkerFailure(error.code, error.detail, error.tensor).clipped()
     except Exception as error:  # noqa: BLE001 - the caller gets it; peer ranks must not be left alone
         # The caller gets only the text; the traceback is in this log.
-        _log.warning("wavebus: an operation failed", exc_info=True)
+        _log.warning("wavebus: an operation failed in this worker", exc_info=True)
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         return WorkerFailure(NackCode.ENGINE_FAILED, text).clipped()
 
 
 def _groups() -> Iterator[Any]:
-    """Yields the groups that together span one engine's workers: tensor, context, pipeline."""
+    """Yields vLLM's groups that contain one engine's workers: tensor, context, pipeline."""
     from vllm.distributed import parallel_state  # noqa: PLC0415 - only inside a worker
 
     for getter in ("get_tp_group", "get_pcp_group", "get_pp_group"):
@@ -101,14 +101,14 @@ def _groups() -> Iterator[Any]:
 
 
 def is_last_worker() -> bool:
-    """Returns whether this worker is the one of its engine whose answer vLLM reads last."""
+    """Returns whether vLLM reads this worker's answer as the last one of its engine."""
     return all(group.rank_in_group == group.world_size - 1 for group in _groups())
 
 
 def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
-    """Returns the failure of the first worker that has one, else None. A collective.
+    """Returns the failure of the lowest rank that has failed, else None. A collective.
 
-    The lowest rank comes first. All workers get the same result. A lone worker sends nothing.
+    All workers get the same result. A lone worker sends nothing.
 
     Args:
         mine: this worker's failure; None without one.

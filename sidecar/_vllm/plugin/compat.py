@@ -65,12 +65,10 @@ def check_backend(backend: str, who: str) -> None:
         EngineError: says why, and how to start the engine instead.
     """
     if not backend:
-        raise EngineError(
-            f"{who} transfers weights with no backend: start it with {BACKEND_OPTION}"
-        )
+        raise EngineError(f"{who} has no weight transfer backend: start it with {BACKEND_OPTION}")
     if backend in UNSUPPORTED:
         raise EngineError(
-            f"{who} transfers weights with vLLM's {backend!r}, which the bus can't drive: "
+            f"{who} has vLLM's weight transfer backend {backend!r}, which the bus can't drive: "
             f"{UNSUPPORTED[backend]}. Start it with {BACKEND_OPTION}, or with "
             "vLLM's 'nccl', 'ipc' or 'sparse_nccl'"
         )

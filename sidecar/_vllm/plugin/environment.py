@@ -1,7 +1,7 @@
 """Environment variables that the plugin reads inside vLLM's processes.
 
 A supervising sidecar sets them for its server. If you start vLLM yourself, set them for every rank
-of the DP group. Broker, group and DP group are the same variables that the sidecar reads.
+of the DP group. The sidecar reads the variables for broker, group and DP group, too.
 
 ======================== ===========================================================
 variable                 meaning
@@ -53,7 +53,7 @@ DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 @dataclass(frozen=True, slots=True)
 class BusAddress:
-    """Where a DP coordinator finds its broker, and which DP group it coordinates.
+    """The broker and the DP group of a DP coordinator.
 
     Attributes:
         broker: the broker's address.
@@ -83,7 +83,7 @@ def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
     """
     chosen = env.get(DP_COORDINATOR, "vllm")
     if chosen not in ("vllm", "bus"):
-        raise ValueError(f"{DP_COORDINATOR}={chosen}: it is vllm or bus")
+        raise ValueError(f"{DP_COORDINATOR}={chosen} is not valid: set it to vllm or bus")
     return cast("DpCoordinator", chosen)
 
 
@@ -96,8 +96,8 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
     dp_group = env.get(DP_GROUP, "")
     if not dp_group:
         raise ValueError(
-            f"{DP_COORDINATOR}=bus: {DP_GROUP} is missing; give all ranks of the DP group, "
-            "and their sidecars (--dp-group), the same name"
+            f"{DP_COORDINATOR}=bus needs {DP_GROUP}, which is not set: give all ranks of the DP "
+            "group, and their sidecars (--dp-group), the same name"
         )
     return BusAddress(
         broker=env.get(BROKER, DEFAULT_BROKER), group=env.get(GROUP, "policy"), dp_group=dp_group

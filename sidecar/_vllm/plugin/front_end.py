@@ -26,7 +26,7 @@ DATA_ROUTES: Final = frozenset(
         *("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender"),
     )
 )
-# What clients of other hosts get of ``vllm_config``: what trainers' clients read of it.
+# The fields of ``vllm_config`` that clients of other hosts get: those that trainers' clients read.
 _SERVER_INFO: Final = "/server_info"
 _SHOWN: Final[dict[str, tuple[str, ...]]] = {
     "model_config": ("model", "served_model_name", "dtype", "max_model_len"),
@@ -34,12 +34,12 @@ _SHOWN: Final[dict[str, tuple[str, ...]]] = {
     "lora_config": ("max_lora_rank", "max_loras"),
     "weight_transfer_config": ("backend",),
 }
-# It can also set all weights to zero.
+# This route can also set all weights to zero.
 _CHECKER: Final = "/weight_checker"
 _CHECKSUMS: Final = b'{"action": "checksum"}'
 # uvicorn reads a client's address from such a header if it trusts the peer.
 _FORWARDED: Final = (b"x-forwarded-for", b"forwarded")
-_REFUSAL: Final = b"this route is for clients on the engine's host alone"
+_REFUSAL: Final = b"only clients on the engine's host may use this route"
 
 
 _STATE: Final = f"{OUTPUTS}:RequestState"
@@ -105,7 +105,7 @@ def check_token_ids(
         if min(token_ids) < 0 or max(token_ids) >= size:
             from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - in a front end
 
-            raise VLLMValidationError(f"A token id beyond the vocabulary of {size}", **named)
+            raise VLLMValidationError(f"A token id outside the vocabulary of {size}", **named)
 
 
 class DataRoutesOnly:

@@ -28,14 +28,12 @@ _log = logging.getLogger("vllm.wavebus")
 _LOCKSTEP_PREFIX = "lockstep_"
 _installed: set[str] = set()
 
-# -- how it fits -------------------------------------------------------------------------
+# -- the features of this vLLM -------------------------------------------------------------
 
 
 @functools.cache
 def report() -> Report:
-    """Checks how the registry fits the vLLM that this process would import.
-
-    The check reads vLLM's source files, and imports none.
+    """Compares the registry with the source files of the vLLM that this process would import.
 
     Returns:
         The features of this vLLM, and why others are off. Without vLLM, all are off.
@@ -85,9 +83,7 @@ def install(process: str) -> None:
 
 
 def install_seam(name: str) -> str:
-    """Wraps the places inside vLLM that one seam names, unless this was done before.
-
-    A seam is a place inside vLLM that the plugin depends on.
+    """Wraps the places inside vLLM that one seam names, unless they are wrapped already.
 
     Returns:
         Why the seam does not fit this vLLM; empty if it is installed.
@@ -102,7 +98,8 @@ def _unfitting_reason(name: str) -> str:
     if name in _installed or name in report().forms:
         return ""
     why = report().reasons[name]
-    _log.warning("wavebus: %s off in this vLLM: %s", ", ".join(REGISTRY.seam(name).features), why)
+    features = ", ".join(REGISTRY.seam(name).features)
+    _log.warning("wavebus: this vLLM lacks the features %s: %s", features, why)
     return why
 
 
@@ -128,7 +125,7 @@ def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
         found = _resolve(value.target, load) if isinstance(value, Ref) else value
         setattr(_resolve(owner, load), name, found)
     wraps = [(*_method(wrap.target, load), wrap.around) for wrap in REGISTRY.wraps(forms)]
-    # Base classes come first: what a class inherits is wrapped as it has been found there.
+    # Base classes come first, so that a subclass wraps the wrapped method that it inherits.
     for owner, name, around in sorted(wraps, key=lambda each: len(each[0].__mro__)):
         _wrap(owner, name, _resolve(around, load))
     answers = {name: _resolve(handler, load) for seam in seams for name, handler in seam.answers}
@@ -170,7 +167,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def _answer(cores: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
     """Makes engine cores answer these methods of ``collective_rpc`` by themselves.
 
-    A handler gets the core and the call's arguments; it returns the answer, or a future of that.
+    A handler gets the core and the call's arguments, and returns the answer or a future of it.
     """
 
     def around(

@@ -49,11 +49,12 @@ _KNOWN: Final = {
     "ExampleHiddenStatesConnector": NO_KV,  # only writes, and returns nothing
 }
 _HINTS: Final = {
-    BY_TOKENS: "It would give keys and values of older weights: use OffloadingConnector, or a "
+    BY_TOKENS: "It would return keys and values of older weights: use OffloadingConnector, or a "
     "class that implements reset_cache",
-    UNKNOWN: "If it gives no keys and values of older weights, name it in "
+    UNKNOWN: "If it returns no keys and values of older weights, name it in "
     f"{TRUST_KV_CONNECTORS} where vLLM runs, or in wavebus sidecar --trust-kv-connector",
-    UNSALTED: "Its feature prefix_cache_versions, held_kv or kv_handover is off",
+    UNSALTED: "The feature prefix_cache_versions, held_kv or kv_handover is off: `wavebus doctor` "
+    "says why",
 }
 
 
@@ -99,9 +100,9 @@ def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
 
 
 def explain(name: str, how: str) -> str:
-    """Returns a text that says whether a connector allows updates; if not, what to change."""
+    """Returns a text that says whether a connector allows updates, and if not, what to change."""
     if not how.startswith(REFUSED):
-        return f"{name}: {how}, may be updated"
+        return f"{name}: {how}; updates are allowed"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"
 
 
@@ -131,14 +132,16 @@ def _implements_reset(fields: Mapping[str, Any]) -> bool:
 
     The method of vLLM's base class does nothing and reports success.
     """
-    names = ("kv_connector", "kv_connector_module_path")
-    named = SimpleNamespace(**{name: fields.get(name) for name in names})
+    named = SimpleNamespace(
+        kv_connector=fields["kv_connector"],
+        kv_connector_module_path=fields.get("kv_connector_module_path"),
+    )
     try:
         from vllm.distributed.kv_transfer.kv_connector import factory  # noqa: PLC0415 - in a worker
         from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415
 
         found = factory.KVConnectorFactory.get_connector_class(named)
         inherited = base.KVConnectorBase_V1.reset_cache
-    except Exception:  # noqa: BLE001 - whatever an import raises: then it can't be known
+    except Exception:  # noqa: BLE001 - an import may raise anything; updates are refused then
         return False
     return getattr(found, "reset_cache", inherited) is not inherited

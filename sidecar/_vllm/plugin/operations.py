@@ -1,9 +1,9 @@
 """Carries operations to an engine's workers, and their answers back.
 
-Workers execute the operations of an update (:mod:`bus.operations`), and some more
-that only the adapter of vLLM and the engine core request; these are declared here. Operations and
-answers are MessagePack. Decoding is strict: unknown operations, unknown fields and wrong types are
-refused. There are two carriers:
+Workers execute the operations of an update (:mod:`bus.operations`), and those declared here, which
+only the adapter of vLLM and the engine core request. Operations and answers are MessagePack.
+Decoding is strict: unknown operations, unknown fields and wrong types are refused. There are two
+carriers:
 
 - vLLM's ``collective_rpc``, calling a method that the plugin adds to workers (:data:`PERFORM`). Its
   one argument is the operation in base64: a text passes unchanged through vLLM's MessagePack codec
@@ -111,7 +111,7 @@ class Greet(Operation, frozen=True, tag="greet"):
 class Stage(Operation, frozen=True, tag="stage"):
     """Waits for some chunks, and puts them into the staging memory, in order.
 
-    The sidecar joins the loads of chunks that are received in place: each message delays steps.
+    Chunks that are received in place are staged by one message, because each message delays steps.
     """
 
     carrier: ClassVar[Carrier] = "channel"
@@ -149,7 +149,9 @@ def decode(text: str) -> WorkerOperation:
         ValueError: the text carries no operation; the error says why.
     """
     if len(text) > MAX_PAYLOAD_CHARS:
-        raise ValueError(f"an operation of {len(text)} characters, at most {MAX_PAYLOAD_CHARS}")
+        raise ValueError(
+            f"the operation has {len(text)} characters; at most {MAX_PAYLOAD_CHARS} are accepted"
+        )
     return unpack(base64.b64decode(text, validate=True))
 
 
@@ -202,7 +204,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 def find_failure(text: str) -> WorkerFailure | None:
-    """Returns the failure that a text of :meth:`WorkerFailure.to_text` contains; None without one.
+    """Returns the failure that :meth:`WorkerFailure.to_text` has put into a text; else None.
 
     Args:
         text: the text of an exception, or of an HTTP answer.

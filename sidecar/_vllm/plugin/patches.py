@@ -48,7 +48,7 @@ _WORKER_METHODS: Final = ("facts", "requests", "draft", "loading", "perform")
 _CORE_METHODS: Final = ("admission", "swap", "expect_swap", "call_off", "run", "clear_caches")
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
-# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.
+# Each row goes from vLLM's method outwards. A class's methods are wrapped after inherited ones.
 # Methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
 NESTING: Final = {
     # The status page shows all that the core does, also the end of a held pause; the lease guard
@@ -59,7 +59,7 @@ NESTING: Final = {
     f"{PLAIN_CORE}._handle_client_request": ("core status", "pause lease", "admission"),
     # What the lease guard refuses reaches no worker.
     f"{PLAIN_CORE}.collective_rpc": ("pause lease", "lora requests"),
-    # A resume that the fix skips enters no barrier, and so shows none.
+    # A resume that the fix skips enters no barrier, so the status page shows none.
     f"{LOCKSTEP_CORE}.resume_scheduler": ("lockstep core status", "lockstep pause fixes"),
     # The swap's time counts as part of a step, and not of the all-reduce that the page shows.
     f"{LOCKSTEP_CORE}._has_global_unfinished_reqs": ("lockstep core status", "lockstep swap"),
@@ -158,7 +158,7 @@ _LORA_ADAPTERS: Final = Seam(
     ],
 )
 
-# Each after those that it needs.
+# A seam follows all seams that it needs.
 _SEAMS: Final = (
     kv_versions.PREFIX_CACHE_VERSIONS,
     kv_connectors.CONNECTOR_CALLS,

@@ -40,7 +40,7 @@ CALLED: Final = (
             Has("vllm.distributed.parallel_state", "get_tp_group, get_pp_group"),
         ),
     ),
-    # A worker engine's tensors go to what it takes for its model
+    # A worker engine passes its tensors to `self.model`, which wavebus replaces
     # (:mod:`sidecar._vllm.plugin.worker.native_transport`).
     Seam(
         "staged worker engines",

@@ -63,8 +63,8 @@ PYNCCL: Final = "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator
 OUTPUTS: Final = "vllm.v1.engine.output_processor"
 WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
 LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
-# Where vLLM is told that adapters of the bus lie: no file can be there, and workers read none. The
-# id of the update follows, so that no two versions of an adapter share a prefix cache.
+# The path of an adapter of the bus begins so, and ends with the update's id. Workers read no file
+# there, and none can exist. The id keeps two versions of an adapter from sharing a prefix cache.
 ADAPTER_PATHS: Final = "/dev/null/wavebus-lora-"
 
 TAKES_RPC: Final = Takes(f"{PLAIN_CORE}.collective_rpc", "self, method, timeout, args, kwargs")

@@ -38,13 +38,13 @@ ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
-# Answered by the core (:mod:`sidecar._vllm.plugin.core.swap`), with a list that says whether a swap
-# was called off. SWAP takes ``operation``, an encoded :class:`SwapStaged`.
+# The core answers these three (:mod:`sidecar._vllm.plugin.core.swap`), with a list of one bool.
+# SWAP takes ``operation``, an encoded :class:`SwapStaged`; EXPECT_SWAP takes ``expected``: whether
+# ranks in lockstep are to agree at each step from now on.
 SWAP: Final = "wavebus_swap"
 CALL_OFF: Final = "wavebus_call_off"
-# As above; ``expected``: whether ranks in lockstep are to agree at each step from now on.
 EXPECT_SWAP: Final = "wavebus_expect_swap"
-# Also answered by the core: JOIN_RUN salts caches by ``run``; CLEAR_CACHES drops keys, values and
+# The core also answers these: JOIN_RUN salts caches by ``run``; CLEAR_CACHES drops keys, values and
 # encoder outputs, also in KV connectors.
 JOIN_RUN: Final = "wavebus_run"
 CLEAR_CACHES: Final = "wavebus_clear_caches"
@@ -99,7 +99,7 @@ def read(answer: Any) -> WorkerFacts:
     try:
         return msgspec.convert(answer[0], WorkerFacts)
     except (msgspec.ValidationError, IndexError, KeyError, TypeError) as error:
-        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
+        raise _unreadable(answer, error) from error
 
 
 def read_requests(answer: Any) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def read_requests(answer: Any) -> tuple[str, ...]:
 
 
 def read_done(answer: Any) -> list[ops.Done]:
-    """Returns what each worker has answered to :data:`operations.PERFORM`.
+    """Returns each worker's answer to :data:`operations.PERFORM`.
 
     Raises:
         EngineError: an answer has another form, or no worker has answered.
@@ -119,14 +119,21 @@ def read_done(answer: Any) -> list[ops.Done]:
     try:
         done = msgspec.convert(answer, list[ops.Done])
     except msgspec.ValidationError as error:
-        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
+        raise _unreadable(answer, error) from error
     if not done:
-        raise EngineError("the plugin inside vLLM answered for no worker")
+        raise EngineError("vLLM returned no worker's answer to an operation")
     return done
 
 
+def _unreadable(answer: Any, error: Exception) -> EngineError:
+    return EngineError(
+        f"the plugin inside vLLM gave an answer of another form, {answer!r:.200} ({error}): "
+        "install one version of wavebus for sidecar and vLLM"
+    )
+
+
 def read_yes(answer: Any) -> bool | None:
-    """Returns whether the first core has answered yes; None if it can't swap."""
+    """Returns the bool that the first core has answered; None if the core has no such method."""
     said = str(answer[0]) if isinstance(answer, list) and answer else ""
     return {"True": True, "False": False}.get(said)  # over HTTP the answer is the text of a bool
 
@@ -152,13 +159,13 @@ def check_drives(answer: Any, backend: str, who: str) -> None:
         return
     if found.startswith(_OURS) and not found.startswith(_PRESENT):
         raise EngineError(
-            f"in the workers of {who}: {found}; the sidecar speaks plugin protocol "
+            f"the workers of {who} have {found}, but the sidecar speaks plugin protocol "
             f"{operations.PROTOCOL}: install one version of wavebus for both"
         )
-    said = found if found.startswith(_OURS) else "wavebus's plugin is missing"
+    said = f"have {found}" if found.startswith(_OURS) else "lack wavebus's plugin"
     raise EngineError(
-        f"{who} was booted with the weight transfer backend {backend!r}, and in its workers: "
-        f"{said}. Install wavebus where vLLM runs, and let VLLM_PLUGINS, if it is set, name wavebus"
+        f"{who} was booted with the weight transfer backend {backend!r}, but its workers {said}. "
+        "Install wavebus where vLLM runs, and let VLLM_PLUGINS, if it is set, name wavebus"
     )
 
 

@@ -75,9 +75,9 @@ def test_each_connector_has_a_line_with_what_it_may_do(monkeypatch: pytest.Monke
         ("KV connector", "ok"),
     ]
     said = [each.detail for each in checks[3:]]
-    assert said[0] == "OffloadingConnector: salted, may be updated"
+    assert said[0] == "OffloadingConnector: salted; updates are allowed"
     assert said[1].startswith("ExampleConnector: keyed by tokens alone: updates are refused")
-    assert said[2] == "Own: trusted, may be updated"
+    assert said[2] == "Own: trusted; updates are allowed"
 
 
 def test_a_plugin_that_says_something_else_is_no_reason_to_break() -> None:

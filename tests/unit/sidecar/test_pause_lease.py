@@ -93,7 +93,7 @@ class Kept(Driver):
 
     def ends(self, state: OutcomeState) -> None:
         """The core has ended what it is held by."""
-        self.page.end = LeaseOutcome(self.held.serial, state, "nobody renewed the lease")
+        self.page.end = LeaseOutcome(self.held.serial, state, "no sidecar renewed the lease")
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ class Leased(Recorded):
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
         if self._ends_pause and lease is not None and lease.begun:
-            return LeaseOutcome(lease.serial, "resumed", "nobody renewed the lease")
+            return LeaseOutcome(lease.serial, "resumed", "no sidecar renewed the lease")
         self.page = lease
         self._written.set()
         return None

@@ -1,9 +1,9 @@
-"""Which LoRA adapters of the bus an engine core's requests use, and which its workers hold.
+"""Tracks which LoRA adapters a core's requests use, and which ones its workers hold.
 
 A worker that gets a request for an adapter that it doesn't hold fails, and with it the engine. Only
-the core knows all its requests, also those that wait. So when an adapter is removed, the core says
-which ones are in use; and it rejects later requests for an adapter that the workers no longer hold.
-Both happen on the core's own thread, so no request comes in between.
+the core has all requests, also those that wait. So when an adapter is removed, the core names the
+adapters in use; and it rejects later requests for an adapter that the workers no longer hold. Both
+happen on the core's own thread, so no request comes in between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Adds the adapters in use to operations that free adapters; records which workers hold."""
+    """Adds the adapters in use to operations that free adapters; records the workers' adapters."""
     if method != operations.PERFORM or not kwargs:
         return original(core, method, timeout, args, kwargs)
     freeing = _freeing(kwargs.get("operation", ""))
@@ -53,12 +53,7 @@ def collective_rpc(
 
 
 def missing(core: Any, request: Any) -> str:
-    """Returns why the workers can't run a request: they lack its adapter; empty if they can.
-
-    Args:
-        core: the engine core.
-        request: vLLM's ``Request``.
-    """
+    """Returns why the workers lack the adapter of a request; empty if they don't."""
     held = getattr(core, "wavebus_adapters", None)
     lora = None if held is None else request.lora_request
     if held is None or lora is None or lora.lora_name in held:
@@ -68,7 +63,7 @@ def missing(core: Any, request: Any) -> str:
 
 
 def _freeing(text: str) -> operations.SettleAdapter | operations.DropAdapters | None:
-    """Returns the operation, if it frees adapters. Workers refuse what is no operation."""
+    """Returns the operation in a text if it frees adapters; workers refuse any other text."""
     if len(text) > _MOST_CHARS:
         return None
     try:

@@ -95,14 +95,14 @@ ANSWER: Final = Seam(
 
 @dataclass(slots=True)
 class CoreAdmission:
-    """Whether one engine core accepts new requests.
+    """The admission state of one engine core.
 
     Attributes:
         admits: whether admission is open; None in a core that booted closed, until a sidecar opens
             it. None counts as closed.
         passes: while a canary runs, only requests whose ids contain this text are admitted. Empty:
             no canary runs.
-        why: the reason why admission is closed, for clients.
+        why: why admission is closed, for clients.
         served: whether clients reach the engine through an API server, which shows them the reason.
     """
 
@@ -181,8 +181,7 @@ def process_outputs(
 ) -> Any:
     """Raises an error in the front end for a request that a core has rejected.
 
-    The core marks a
-    rejected request by the stop reason, which becomes the error's text.
+    The core marks a rejected request by its stop reason, which becomes the error's text.
     """
     refused = len(outputs) == 1 and is_closed_message(outputs[0].stop_reason)
     state = processor.request_states.get(outputs[0].request_id) if refused else None

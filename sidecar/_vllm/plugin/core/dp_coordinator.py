@@ -138,8 +138,8 @@ class BusCoordinator:
 
 def _on_death(code: int) -> None:
     _log.error(
-        "wavebus: the DP coordinator ended with exit code %d: waves that run go on, "
-        "but an idle group may not wake for a request; restart all its ranks",
+        "wavebus: the DP coordinator ended with exit code %d: running waves continue, but an idle "
+        "DP group may not wake for a request. Restart all ranks of the DP group",
         code,
     )
 
@@ -154,12 +154,12 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
     if not enable_wave_coordination:
         raise RuntimeError(
             f"wavebus: {environment.DP_COORDINATOR}=bus is for mixture-of-experts models; "
-            f"ranks of a dense one run no waves: {_OPT_OUT}"
+            f"the ranks of a dense model run no waves. Please {_OPT_OUT}"
         )
     if getattr(parallel_config, "enable_elastic_ep", False):
         raise RuntimeError(
-            f"wavebus: {environment.DP_COORDINATOR}=bus does not know elastic expert "
-            f"parallelism, where ranks come and go. Leave that out, or {_OPT_OUT}"
+            f"wavebus: {environment.DP_COORDINATOR}=bus does not support elastic expert "
+            f"parallelism, where ranks join and leave. Start without it, or {_OPT_OUT}"
         )
 
 

@@ -178,7 +178,8 @@ def note_untagged(core: Any, params: Any) -> None:
             _log.warning(
                 "wavebus: a request came with keys and values that name no version (%s is missing "
                 "in kv_transfer_params): its prefill engine is not on the bus, or the router "
-                "drops that field. They count as of another version",
+                "drops that field. The request computes its prompt again, or keeps the fetched "
+                "blocks apart from other requests",
                 TAG,
             )
 
@@ -186,7 +187,7 @@ def note_untagged(core: Any, params: Any) -> None:
 def _salt_of(core: Any, request: Any) -> tuple[str, bool]:
     """Returns a new request's salt, and whether it may fetch the offered keys and values.
 
-    Those that name no version count as of another version, which no other request's are of.
+    Keys and values without a version count as another version, which no other request shares.
     """
     served, params = core.wavebus_salt, request.kv_transfer_params
     if not (params and params.get("do_remote_prefill")):
@@ -199,9 +200,9 @@ def _salt_of(core: Any, request: Any) -> tuple[str, bool]:
 
 
 def _resalt(core: Any, *, begun: bool) -> None:
-    """Gives requests that have not begun the current salt.
+    """Gives the current salt to requests that have not begun.
 
-    ``begun``: also requests that have begun but don't run, which compute their keys and values
+    ``begun``: also to requests that have begun but don't run. They compute their keys and values
     again.
     """
     for request in core.scheduler.requests.values():
@@ -251,13 +252,16 @@ def clear(core: Any) -> list[bool]:
     except RuntimeError:
         cleared = False
     if not (cleared or salted):
-        raise RuntimeError("some keys and values are held, and have no salt")
+        raise RuntimeError(
+            "some blocks of the prefix cache are in use, so it can't be cleared, and no salt keeps "
+            "them from later requests"
+        )
     for each in _connectors(scheduler.connector):
         said = each.reset_cache()
         if said is False and not salted:
-            raise RuntimeError(f"{type(each).__name__} can't be cleared")
+            raise RuntimeError(f"the KV connector {type(each).__name__} could not clear its cache")
         if is_keyed_by_tokens(type(each).__name__) and said is not True:
-            raise RuntimeError(f"{type(each).__name__} does not say that its cache is cleared")
+            raise RuntimeError(f"the KV connector {type(each).__name__} did not confirm a clear")
     for request in list(scheduler.requests.values()) if scheduler.connector else ():
         _drop_loaded(scheduler, request)
     core.reset_encoder_cache()
@@ -315,7 +319,12 @@ def matched_tokens(
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill") and hasattr(request, "wavebus_fetches"):
         if not request.wavebus_fetches:
-            _log.debug("wavebus: %s computes what is of %s", request.request_id, params.get(TAG))
+            _log.debug(
+                "wavebus: request %s computes its prompt, because the offered keys and values have "
+                "another version's salt, %s",
+                request.request_id,
+                params.get(TAG),
+            )
             return 0, False
         if _is_lost(nixl, request):
             return 0, False

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from bus import operations as ops
 from bus._vllm.seams import Has, Ref, Seam, Takes
 from bus.messages import NackCode
-from sidecar._lease_agreement import LeaseAgreement, RankLease
+from sidecar._lease_agreement import ALL_WHOLE, INCOMPLETE, LeaseAgreement, RankLease
 from sidecar._shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
 from sidecar._shared_pages.pause_lease import (
     OutcomeState,
@@ -91,47 +91,35 @@ Peers: TypeAlias = dict[str, Path]  # lease pages of the other cores, by a name 
 
 
 class LockstepRank:
-    """Does in vLLM's core what its rank decides (:class:`sidecar._lease_agreement.RankCore`)."""
+    """Implements :class:`sidecar._lease_agreement.RankCore` for a lockstep core of vLLM."""
 
     def __init__(self, core: Any, guard: LeaseGuard) -> None:
-        self._core, self._guard = core, guard
+        self._core = core
+        self.prepare = guard.restore
+        self.quarantine = guard.end_requests
 
     @property
     def resumes(self) -> int:
-        """How often the core has resumed, with all ranks."""
         return int(self._core.wavebus_resumes)
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the core waits in a resume for other ranks."""
         return bool(self._core.wavebus_resuming)
 
     @property
     def is_paused(self) -> bool:
-        """Whether the core is paused or pausing."""
         return is_paused(self._core)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks have paused, and the core is idle."""
         return _is_complete(self._core)
 
     def pause(self) -> None:
-        """Begins a pause that keeps requests."""
         _log.warning("wavebus: a peer rank is paused alone; completing its pause")
         self._core.pause_scheduler("keep", False)
 
-    def prepare(self, lease: PauseLease) -> None:
-        """Undoes what an update has begun to change, and wakes memory."""
-        self._guard.restore(lease)
-
-    def resume(self, lease: PauseLease | None) -> None:  # noqa: ARG002 - prepare() wakes memory
-        """Resumes, which waits for the other ranks."""
+    def resume(self) -> None:
         self._core.resume_scheduler()
-
-    def quarantine(self) -> None:
-        """Ends all requests with the tokens they have."""
-        self._guard.end_requests()
 
 
 class LeaseGuard:
@@ -196,7 +184,7 @@ class LeaseGuard:
         except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
             if repr(error) != self._warned:
                 self._warned = repr(error)
-                _log.warning("wavebus: a look at the lease page failed, and is repeated: %r", error)
+                _log.warning("wavebus: checking the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
         """Returns why the sidecar may change no weights in this pause; empty if it may.
@@ -238,7 +226,7 @@ class LeaseGuard:
 
     def _decide(self, lease: PauseLease, peers: Peers) -> None:
         if lease.partial:
-            self._quarantine(lease, f"of {', '.join(lease.partial)} not all weights are there")
+            self._quarantine(lease, f"incomplete weights: {', '.join(lease.partial)}")
             return
         if self._prepared != lease.serial:
             try:
@@ -252,7 +240,7 @@ class LeaseGuard:
             self.page.write_outcome(lease.serial, "waiting", self._said)
             state, reason = self._verdict(lease, peers)
         else:
-            state, reason = "resumed", "nobody renewed the lease"
+            state, reason = "resumed", "no sidecar renewed the lease"
         if state == "quarantined":
             self._quarantine(lease, reason)
             return
@@ -296,7 +284,8 @@ class LeaseGuard:
     @staticmethod
     def _say(pause_id: str, state: OutcomeState, reason: str) -> None:
         level = logging.INFO if state == "resumed" else logging.WARNING
-        _log.log(level, "wavebus: pause %s is %s: %s", pause_id, state, reason)
+        text = "wavebus: the lease of pause %s is over, and the engine is %s: %s"
+        _log.log(level, text, pause_id, state, reason)
 
     # -- the other cores behind one client ---------------------------------------------------
 
@@ -321,7 +310,7 @@ class LeaseGuard:
                 waits = waits or f"{name}: {reason}"
         if waits:
             return "waiting", waits
-        return "resumed", "nobody renewed the lease, and no peer rank lacks a part"
+        return "resumed", ALL_WHOLE
 
     def _vote_of(self, mine: PauseLease, peer: Path) -> tuple[OutcomeState, str]:
         """Returns one peer core's vote, according to its page.
@@ -333,16 +322,19 @@ class LeaseGuard:
             lease, end = page.lease(), page.outcome()
         if lease is None:
             if _stays_paused(peer):
-                return "waiting", "it is paused, and nobody says by what right"
+                return "waiting", "it is paused, and its lease page has no lease"
             return "resumed", ""
         made = end.state if end is not None and end.serial == lease.serial else ""
         if lease.partial or made == "quarantined":
-            return "quarantined", "not all of its weights are there"
+            return "quarantined", INCOMPLETE
         if lease.version != mine.version:
-            return "quarantined", f"it serves version {lease.version}, this one {mine.version}"
+            return (
+                "quarantined",
+                f"it serves version {lease.version}, and this core serves {mine.version}",
+            )
         if made or lease.resuming:
             return "resumed", ""
-        return "waiting", "its sidecar holds it paused"
+        return "waiting", "its sidecar keeps it paused"
 
     def _complete_peers(self, peers: Peers) -> None:
         """Pauses this core if a peer is paused alone, so that both can agree."""
@@ -370,7 +362,7 @@ def _start(core: Any) -> LeaseGuard | None:
     return guard
 
 
-_watches = PerProcess(_start, "this core ends no pause by itself")
+_watches = PerProcess(_start, "this core can't end a pause whose sidecar has died")
 
 
 @PAUSE_LEASE.wrap(f"{PLAIN_CORE}._process_input_queue", "self")

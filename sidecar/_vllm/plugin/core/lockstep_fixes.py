@@ -75,7 +75,7 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
     A rank that is not paused does nothing.
     """
     if not (is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
-        _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
+        _log.info("wavebus: this rank was asked to resume, but is not paused; nothing changes")
         return None
     pending = core.wavebus_pending_wave
     result = original(core)  # raises while a pause is pending: then the wave stays remembered

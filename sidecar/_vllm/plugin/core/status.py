@@ -72,7 +72,10 @@ def make_folder(folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user; remove it")
+        raise PermissionError(
+            f"{folder} belongs to another user: remove it, or set {environment.CORE_PAGES} to "
+            "another folder"
+        )
 
 
 def is_paused(core: Any) -> bool:
@@ -167,7 +170,7 @@ class PerProcess(Generic[T]):
         return self._made if self._pid == os.getpid() else None
 
 
-_watches = PerProcess(CoreStatusWriter, "no status page of this engine core")
+_watches = PerProcess(CoreStatusWriter, "this engine core has no status page")
 
 STATUS: Final = Seam(
     "core status",
@@ -284,7 +287,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Marks the rank on its status page as waiting for others; counts its step."""
+    """Shows the rank as waiting for others in an all-reduce, and counts its step."""
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -296,11 +299,7 @@ def agreement(
 @LOCKSTEP_STATUS.wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self")
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Runs vLLM's resume; meanwhile the core's status page says that the rank is in a barrier.
-
-    It waits for the
-    other ranks of the DP group. This function returns what it returns.
-    """
+    """Shows the rank as in a barrier during its resume, which waits for the other ranks."""
     watch.enter("barrier")
     core.wavebus_resuming = True
     try:

@@ -16,8 +16,8 @@ are in flight (asynchronous scheduling).
     READY         CALL_OFF, or all ranks have paused IDLE     called off
     CHECKED       an all-reduce: all have succeeded  IDLE     all ranks swap
     CHECKED       an all-reduce: some have not       IDLE     called off in all ranks
-    any           the swap fails half-way; or all    -        the process ends
-                  ranks swap, and it fails at all
+    any           a swap fails half-way; or fails    -        the process ends
+                  in a rank when all ranks swap
 
 **Lockstep.** Ranks sum up whether they have work, in one all-reduce at the first step of a wave and
 at every ``dp_sync_interval``-th step, which is the same step in all ranks. A ready rank adds
@@ -26,9 +26,8 @@ step their workers check that they can swap, and a second all-reduce says whethe
 that is not ready keeps all of them at the old weights. While some ranks are ready the sum is not
 zero, so the wave continues, also in vLLM's own code, which adds up the same.
 
-**Soon.** A rank in which a staged update is under way adds :data:`SOON`. When all ranks have, they
-sum up at every step until one of them no longer does. Otherwise a COMMIT would wait for up to
-``dp_sync_interval`` steps.
+**Soon.** A rank in which a staged update is under way adds :data:`SOON`. While all ranks add SOON,
+they sum up at every step. Otherwise a COMMIT would wait for up to ``dp_sync_interval`` steps.
 
 **Version labels.** vLLM labels tokens with the version that the core has when it *reads* a step's
 output. Steps that were in flight at the swap must be labelled with the version before.
@@ -144,8 +143,8 @@ LOCKSTEP_SWAP: Final = Seam(
 class SwapRefused(Exception):
     """A swap of the weights was called off, and nothing has changed.
 
-    The exception's text is an encoded ``WorkerFailure``, which the sidecar decodes: of an
-    exception in a worker, vLLM hands on the text alone.
+    The exception's text contains a ``WorkerFailure``, because vLLM passes only texts on to the
+    sidecar.
     """
 
     def __init__(self, why: str) -> None:
@@ -160,7 +159,7 @@ class ReadySwap:
 
     Attributes:
         operation: the swap.
-        made: gets the swap's result, or why it was called off.
+        made: a future of the swap's result; raises why the swap was called off.
         asked_s: when the swap was asked for, in seconds of ``time.monotonic()``.
     """
 
@@ -171,11 +170,11 @@ class ReadySwap:
 
 @dataclass
 class _Conference:
-    """The ranks' current all-reduce: what this rank says, and what all say.
+    """The current all-reduce of the ranks: this rank's contribution, and the result.
 
     Attributes:
         ready: whether this rank is ready to swap.
-        soon: whether it expects a swap.
+        soon: whether this rank expects a swap.
         all_ready: whether all ranks are ready.
         all_soon: whether all ranks expect a swap. None: no all-reduce was due.
         all_succeed: makes another all-reduce; returns whether all ranks have passed True.
@@ -188,7 +187,7 @@ class _Conference:
     all_succeed: Callable[[bool], bool] = bool
 
     def begin(self, *, ready: bool, soon: bool) -> None:
-        """Sets what this rank says, before an all-reduce that may be due."""
+        """Sets this rank's contribution, before an all-reduce that may be due."""
         self.ready, self.soon = ready, soon
         self.all_ready, self.all_soon = False, None
 

@@ -5,8 +5,8 @@ model's own loader ran. Names of layers play no part in it. A plan exists only i
 nothing but copy, and fills every element of every parameter exactly once. Later updates then repeat
 the copies and need no loader.
 
-The tensors of an open update come in parts. :func:`extend_plan` makes the plan of those that are
-known; :func:`make_plan` makes that of all, and checks it, when the update ends.
+The tensors of an open update come in parts. :func:`extend_plan` makes the plan of the parts so far.
+When the update ends, :func:`make_plan` makes and checks the plan of all tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlanTarget:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Says where the elements of each tensor of a manifest go in the model.
+    """The destinations of all elements of a manifest's tensors in the model.
 
     Attributes:
         copies: by name of a received tensor, its copies into the model; empty if this worker needs
@@ -69,10 +69,9 @@ class CopyPlan:
     targets: dict[str, PlanTarget]
 
     def is_whole(self, chunks: Iterable[Iterable[TensorMeta]]) -> bool:
-        """Returns whether this worker uses every element of the given tensors as it was sent.
+        """Returns whether this worker copies every element of the given tensors, without a cast.
 
-        This is so if every element is copied, and none is cast to another dtype. The chunks can
-        then be staged without being rearranged.
+        If so, the chunks can be staged without being rearranged.
 
         Args:
             chunks: the tensors of each chunk.
@@ -130,7 +129,7 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
         if name in trace.targets.buffers:
             _check_filled(name, filled)
         if name not in copied and trace.tensor(name).numel():
-            raise NoPlanError(f"{name} is filled with no tensor")
+            raise NoPlanError(f"no tensor of the update fills {name}")
         targets[name] = _target(trace, name)
     return CopyPlan(_copies(trace), fills, targets)
 
@@ -177,16 +176,16 @@ def _copies(
 
 
 def _check_loader(name: str, parameter: torch.Tensor) -> None:
-    """Raises :class:`NoPlanError` if a parameter shows, unloaded, that vLLM does more than copy.
+    """Raises :class:`NoPlanError` if vLLM will do more than copy tensors into a parameter.
 
-    What this overlooks, the part shows that brings the parameter's tensor.
+    A parameter that passes may still turn out to need more when the loader gets its tensor.
     """
     loaded = getattr(parameter, "weight_loader_numel", parameter.numel())
     if loaded != parameter.numel():
-        raise NoPlanError(f"of {name} {loaded} of {parameter.numel()} elements are filled")
+        raise NoPlanError(f"only {loaded} of {parameter.numel()} elements of {name} are filled")
     loader = getattr(getattr(parameter, "weight_loader", None), "__qualname__", "")
     if loader.startswith("composed_weight_loader."):  # vLLM's, of Mamba
-        raise NoPlanError(f"{name} is computed from what is loaded")
+        raise NoPlanError(f"{name} is computed from the loaded tensor")
 
 
 def _target(trace: LoaderTrace, name: str) -> PlanTarget:
@@ -253,7 +252,7 @@ def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None
             raise NoPlanError(f"elements {end} to {begin} of {name} are not filled")
         end = begin + length
     if numel is not None and end != numel:
-        raise NoPlanError(f"of {name} {end} of {numel} elements are filled")
+        raise NoPlanError(f"only {end} of {numel} elements of {name} are filled")
 
 
 def _runs(name: str, regions: Iterable[Region]) -> list[tuple[int, int]]:

@@ -113,6 +113,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copies: by index of a tensor, the copies that were made from it.
         fills: the constants that the loader wrote.
         widened: indices of the tensors that fill a float32 parameter in a narrower dtype.
+        derived: indices of the tensors with which the loader computed, so that its reads of them
+            can't be counted.
         beyond_copies: the first operation that a copy plan can't repeat, and its tensor; empty if
             there was none.
     """
@@ -142,7 +144,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at = 0
         self._writes: dict[str, dict[Region, int]] = {}
         self._reads: dict[int, set[Region]] = {}
-        self._derived: set[int] = set()
+        self.derived: set[int] = set()
         self.extend(metas)
 
     def extend(self, metas: tuple[TensorMeta, ...]) -> None:
@@ -157,7 +159,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current(self) -> TensorMeta:
-        """The tensor that the loader got last, which an error of the loader concerns."""
+        """The tensor that the loader got last; an error of the loader concerns this tensor."""
         return self.metas[self._at]
 
     def feed(self, start: int, end: int, without: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,17 +201,13 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         If not, the tensor has more rows than the model.
         """
         last = torch.Size(self.metas[index].shape).numel() - 1
-        return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
-
-    def derived(self, index: int) -> bool:
-        """Returns whether the loader computed with a tensor, so that its reads can't be counted."""
-        return index in self._derived
+        return index in self.derived or any(_last(r) == last for r in self._reads.get(index, ()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ_SCALAR and args[0].is_meta:
             # A loader reads the value of a scalar parameter; a meta tensor has no value.
-            self._derived.add(self._at)
-            self._is_no_copy(f"{self.current.name} is read by its value")
+            self.derived.add(self._at)
+            self._is_no_copy(f"the loader reads the value of {self.current.name}")
             return torch.zeros((), dtype=args[0].dtype).item()
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -224,7 +222,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for used in _tensors((*args, *kwargs.values())):
                 name = self._known_name(used)
                 if name:
-                    self._is_no_copy(f"something is made of {name} by {func}")
+                    self._is_no_copy(f"the loader computes with {name} by {func}")
         return result
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -236,16 +234,16 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_change(target, "a copy")
             return
         if index is None:
-            self._derived.add(self._at)
-            self._is_no_copy(f"{name} is filled with something made of {self.current.name}")
+            self.derived.add(self._at)
+            self._is_no_copy(f"{name} is filled with a value computed from {self.current.name}")
             self._note_write(target, name, self._at)
             return
         self._reads.setdefault(index, set()).add(_region(source))
         self._note_write(target, name, index)
         if source.dtype != self.sources[index].dtype or target.dtype != self.tensor(name).dtype:
-            self._is_no_copy(f"{self.metas[index].name} is read by another dtype for {name}")
+            self._is_no_copy(f"{self.metas[index].name} is viewed as another dtype for {name}")
         if source.shape != target.shape:
-            self._is_no_copy(f"{self.metas[index].name} is repeated in {name}")
+            self._is_no_copy(f"{self.metas[index].name} is broadcast into {name}")
         copy = TracedCopy(_region(source), name, _region(target))
         self.copies.setdefault(index, []).append(copy)
 
@@ -256,7 +254,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._note_write(target, name, self._at, of_tensor=False)
         if isinstance(value, torch.Tensor):
-            self._is_no_copy(f"{name} is filled with a value that is computed")
+            self._is_no_copy(f"{name} is filled with a computed value")
         else:
             self.fills.append(TracedFill(name, _region(target), value))
 
@@ -264,7 +262,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Records an operation that a copy plan can't repeat."""
         index = self._index_of.get(storage_of(changed))
         if index is not None:
-            self._derived.add(index)
+            self.derived.add(index)
         name = self._known_name(changed)
         if name:
             self._is_no_copy(f"{name} is changed by {how}")
@@ -288,8 +286,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if of_tensor and self.exact_dtype and meta.dtype != dtype and not widened:
             raise refused(
                 meta.name,
-                f"dtype {meta.dtype}, but the model's {name} is {dtype}; vLLM would "
-                'cast it silently: update_weights(..., dtype="engine") casts it in the trainer',
+                f"dtype {meta.dtype}, but the model's {name} is {dtype}, and vLLM would cast it "
+                'silently: use update_weights(..., dtype="engine"), which casts in the trainer',
             )
         if of_tensor and dtype == "float32" and meta.dtype in _NARROW:
             self.widened.add(index)
@@ -318,8 +316,8 @@ def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
     """Returns the error that refuses a draft's tensor because the main model owns its parameter."""
     return refused(
         meta.name,
-        f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
-        "out, it comes with that model's updates",
+        f"fills {parameter}, which this draft shares with the main model: leave the tensor out, "
+        "because the main model's updates bring it",
     )
 
 

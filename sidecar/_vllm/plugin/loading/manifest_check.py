@@ -32,6 +32,7 @@ from __future__ import annotations
 import bisect
 import copy
 import logging
+import math
 import re
 from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -185,7 +186,10 @@ class ManifestChecker:
         return trace
 
     def check_whole(self, manifest: Manifest) -> LoaderTrace:
-        """Refuses an open manifest of which this worker lacks tensors, and which was checked last.
+        """Refuses an open manifest if tensors that this worker needs are missing.
+
+        Args:
+            manifest: the manifest that was checked last.
 
         Returns:
             As :meth:`check`.
@@ -197,7 +201,7 @@ class ManifestChecker:
         self._check_filled(manifest, trace)
         for meta in manifest.tensors():
             if meta.name == self._tied_head and not _equals_embeddings(meta, manifest):
-                raise _unknown(meta, "it is tied to the embeddings, which did not come")
+                raise _unknown(meta, "it is tied to the embeddings, which the update lacks")
         return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
@@ -290,16 +294,17 @@ class ManifestChecker:
         last = agreement.is_last_worker() and dp_rank == dp_size - 1
         for index in sorted(trace.used):
             meta = trace.metas[index]
-            if whole and not trace.derived(index) and trace.read(index) < meta_numel(meta):
+            numel = math.prod(meta.shape)
+            if whole and index not in trace.derived and trace.read(index) < numel:
                 raise refused(
                     meta.name,
                     f"misshapen: of shape {list(meta.shape)} the model takes only "
-                    f"{trace.read(index)} of {meta_numel(meta)} elements",
+                    f"{trace.read(index)} of {numel} elements",
                 )
             if last and not trace.read_to_end(index):
                 raise refused(
                     meta.name,
-                    f"misshapen: the last shard ends before the end of shape {list(meta.shape)}",
+                    f"misshapen: no shard takes the last elements of shape {list(meta.shape)}",
                 )
 
     def _check_unused(self, manifest: Manifest, trace: LoaderTrace, used: torch.Tensor) -> None:
@@ -331,9 +336,9 @@ class ManifestChecker:
         return meta.name.endswith(FREQUENCIES)
 
     def _experts_elsewhere(self, trace: LoaderTrace) -> Callable[[TensorMeta], bool]:
-        """Returns a function: whether a tensor is loaded by another engine of the DP group.
+        """Returns a function that says whether another engine of the DP group loads a tensor.
 
-        That engine has experts of the same kind as those that this worker loads.
+        The tensor must be of an expert, of the same kind as those that this worker loads.
         """
         parallel = self._built.vllm_config.parallel_config
         if not (parallel.enable_expert_parallel and parallel.data_parallel_size > 1):
@@ -483,8 +488,3 @@ def _equals_embeddings(head: TensorMeta, manifest: Manifest) -> bool:
 def _kind(meta: TensorMeta) -> tuple[str, tuple[int, ...], str]:
     """Returns what an expert's tensor has in common with those of the layer's other experts."""
     return _EXPERT.sub(".experts.*.", meta.name), meta.shape, meta.dtype
-
-
-def meta_numel(meta: TensorMeta) -> int:
-    """Returns the number of elements of a manifest's tensor."""
-    return torch.Size(meta.shape).numel()

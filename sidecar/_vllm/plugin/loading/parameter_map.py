@@ -42,7 +42,7 @@ class ParameterRef:
     @property
     def owned(self) -> dict[str, Any]:
         """The dict of the module's parameters or of its buffers, whichever holds the tensor."""
-        own: dict[str, Any] = self.module._parameters  # noqa: SLF001 - as the docstring says
+        own: dict[str, Any] = self.module._parameters  # noqa: SLF001 - vLLM may replace them
         return own if own.get(self.key) is not None else self.module._buffers  # noqa: SLF001
 
     @property
@@ -57,7 +57,7 @@ class ParameterFingerprint:
     The engine runs no step during the check, so the compared values are prepared beforehand.
 
     Args:
-        places: what :func:`find_parameters` found, by name.
+        places: the parameters that :func:`find_parameters` found, by name.
     """
 
     def __init__(self, places: Mapping[str, ParameterRef]) -> None:
@@ -124,13 +124,13 @@ def repacks(place: ParameterRef, device: torch.device) -> bool:
 def _check(place: ParameterRef, name: str, target: PlanTarget, device: torch.device) -> None:
     tensor = place.tensor
     if tensor.is_meta or tensor.device.type != device.type:
-        raise NoPlanError(f"{name} is on {tensor.device}")
+        raise NoPlanError(f"{name} is on {tensor.device}, not on {device}")
     if repacks(place, device):
         return
     if (tuple(tensor.shape), tensor.dtype) != (target.shape, target.dtype):
-        raise NoPlanError(f"{name} serves as {tensor.dtype} {list(tensor.shape)}")
+        raise NoPlanError(f"the served {name} is {tensor.dtype} {list(tensor.shape)}")
     if not tensor.is_contiguous():
-        raise NoPlanError(f"{name} serves as it is not loaded: not contiguous")
+        raise NoPlanError(f"the served {name} is not contiguous")
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -42,10 +42,10 @@ def check_in_place(
     parameters = dict(serving.named_parameters())
     for name, tensor in origins.items():
         if vllm_config.quant_config is not None:
-            raise refused(tensor, f"the model is quantised, and so is {name}: {_WHOLE}")
+            raise refused(tensor, f"the model, and so {name}, is quantised: {_WHOLE}")
         now = parameters.get(name)
         if now is None or _layout(now) != _layout(loaded[name]):
-            found = "gone" if now is None else f"{list(now.shape)} of {now.dtype} by now"
+            found = "gone" if now is None else f"now {list(now.shape)} of {now.dtype}"
             raise refused(
                 tensor, f"vLLM has changed the layout of {name} for its kernels ({found}): {_WHOLE}"
             )
@@ -61,7 +61,7 @@ def check_in_place(
             )
 
 
-_WHOLE: Final = "it takes whole sets of weights, and no patches"
+_WHOLE: Final = "send a whole set of weights instead of a patch"
 
 
 def _layout(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

@@ -58,7 +58,7 @@ class PlanEntry:
     tensors: tuple[tuple[Any, ...], ...]
     plan: CopyPlan | None = None
     proven: bool = False
-    reason: str = ""  # why there is no plan
+    reason: str = ""
     is_open: bool = False
 
 
@@ -142,7 +142,7 @@ class PlanCache:
             try:
                 update = PlannedUpdate(known.plan, self._model, self._device)
             except Exception as error:  # noqa: BLE001 - the peers wait in what comes next
-                _log.warning("wavebus: this update goes through vLLM's loader: %s", error)
+                _log.warning("wavebus: vLLM's loader loads this update, not a plan: %s", error)
         stays_out = torch.tensor([update is None], dtype=torch.uint8)
         self.update = None if self._any_rank(stays_out)[0] else update
         self._way = "loader" if self.update is None else "plan"
@@ -155,7 +155,7 @@ class PlanCache:
         self._observe(lambda comparison: comparison.on_load(tensors))
 
     def on_loaded(self) -> None:
-        """Compares what vLLM's loader has loaded so far with the plan."""
+        """Compares the parameters that vLLM's loader has filled so far with the plan."""
         self._observe(PlanComparison.compare_loaded)
 
     def on_finished(self) -> None:
@@ -172,8 +172,8 @@ class PlanCache:
         self.close_comparison()
         if known.proven:
             _log.info(
-                "wavebus: updates of these %d tensors are copied by a plan from now on; it "
-                "equals what vLLM's loader did",
+                "wavebus: from now on a copy plan loads updates of these %d tensors; it has made "
+                "the same copies as vLLM's loader",
                 len(known.tensors[0]),
             )
         elif known.plan is not None and comparison.difference:
@@ -188,7 +188,7 @@ class PlanCache:
         known = self.entry
         self._way = "staged"
         if not proven:
-            self._discard(known, "it is not what the loader does", level=logging.ERROR)
+            self._discard(known, "the copy plan differs from the loader", level=logging.ERROR)
         known.proven = known.plan is not None
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class PlanCache:
 
     @property
     def entry(self) -> PlanEntry:
-        """What is known about the tensors that were armed last."""
+        """The entry of the tensors that were armed last; before the first ARM it has no plan."""
         return self._entry or PlanEntry((), reason="nothing was armed")
 
     def account(self) -> dict[str, Any]:
@@ -239,8 +239,7 @@ class PlanCache:
         known.plan, known.reason = None, reason
         _log.log(
             level,
-            "wavebus: updates of these %d tensors go through vLLM's loader, without a copy plan: "
-            "%s",
+            "wavebus: vLLM's loader loads updates of these %d tensors, without a copy plan: %s",
             len(known.tensors[0]),
             reason,
         )

@@ -39,7 +39,7 @@ class RepackedLayer:
 
     def __init__(self, module: torch.nn.Module, targets: dict[str, PlanTarget]) -> None:
         self._module = module
-        self._targets = targets  # by their names in the module
+        self._targets = targets
         self._missing = sum(torch.Size(target.shape).numel() for target in targets.values())
         self._filled: dict[str, torch.Tensor] = {}
 
@@ -132,7 +132,7 @@ class PlannedUpdate:
 
 
 class PlanComparison:
-    """Compares what vLLM's loader does in one update with a copy plan.
+    """Compares the copies that vLLM's loader makes in one update with a copy plan.
 
     Each element that the plan would have copied must be where the plan would have put it. A chunk's
     tensors are kept until their layers are complete, because vLLM's reload fills a layer only then.
@@ -242,14 +242,14 @@ class PlanComparison:
         for each in self._plan.fills.get(name, ()):
             padding = part(loaded, each.region)
             if not bool((padding == each.value).all()):
-                return f"the padding of {name} is another"
+                return f"the padding of {name} differs"
         for tensor, values in received:
             whole = values.contiguous()
             for copy in self._plan.copies[tensor]:
                 if copy.target != name:
                     continue
                 if not equal_bits(part(loaded, copy.region), part(whole, copy.source)):
-                    return f"{name} is not what was received as {tensor}"
+                    return f"{name} differs from the received {tensor}"
         return ""
 
     def _differs(self, difference: str) -> None:
@@ -296,10 +296,7 @@ def pad(fills: Iterable[TracedFill], target: torch.Tensor) -> int:
     Returns:
         How many elements were filled.
     """
-    filled = 0
-    for each in fills:
-        filled += part(target, each.region).fill_(each.value).numel()
-    return filled
+    return sum(part(target, each.region).fill_(each.value).numel() for each in fills)
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -139,7 +139,7 @@ class StagedWeights:
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: TargetNames
     ) -> None:
-        """Compares a chunk's staged elements with what the model's loader would have done.
+        """Compares a chunk's staged elements with the copies that the model's loader makes.
 
         Args:
             tensors: the chunk's ``(name, tensor)`` pairs, as they arrived.
@@ -147,7 +147,7 @@ class StagedWeights:
             names: the parameters and buffers of the meta model.
 
         Raises:
-            EngineError: code ``engine_failed``: the loader does something else than the plan.
+            EngineError: code ``engine_failed``: the loader makes other copies than the plan.
         """
         layout = self._require_layout()
         proof = _Proof(layout, names)
@@ -161,7 +161,7 @@ class StagedWeights:
         if not proof.difference and proof.compared != expected:
             proof.difference = f"of {expected} elements the loader copies {proof.compared}"
         if proof.difference:
-            raise EngineError(f"the copy plan is not what the loader does: {proof.difference}")
+            raise EngineError(f"the copy plan differs from the loader: {proof.difference}")
 
     def seal(self) -> None:
         """Checks that every element was staged, and prepares the swap.
@@ -187,7 +187,7 @@ class StagedWeights:
                 changed and can't be filled any more.
         """
         if not self._sealed:
-            raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
+            raise EngineError("no whole update is staged", code=NackCode.CALLED_OFF)
         self._find_parameters_or(NackCode.CALLED_OFF, self._require_layout().plan)
 
     def swap(self) -> None:
@@ -263,7 +263,7 @@ class StagedWeights:
 
     def _require_layout(self) -> StagingLayout:
         if not self._begun or self._layout is None:
-            raise wrong_state("no update is staged")
+            raise wrong_state("no update is being staged")
         return self._layout[0]
 
 
@@ -296,8 +296,8 @@ class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
         region = (int(target.storage_offset()), tuple(target.shape), target.stride())
         staged = self._staged.find(name, region)
         if staged is None or self.difference:
-            self.difference = self.difference or f"{name or 'something'} is not in the plan"
+            self.difference = self.difference or f"the plan lacks a copy into {name or 'a tensor'}"
             return
         if not equal_bits(staged, loaded.expand(target.shape)):
-            self.difference = f"{name} is not what the loader would have put there"
+            self.difference = f"the staged {name} differs from the loader's"
         self.compared += target.numel()

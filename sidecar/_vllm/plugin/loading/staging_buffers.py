@@ -105,7 +105,7 @@ class StagingBuffers:
         }
 
     def _refusal(self) -> EngineError:
-        text = f"{self._device} has no room to stage the update"
+        text = f"{self._device} has not enough free memory to stage the update"
         return EngineError(text, code=NackCode.STAGING_REFUSED)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker keeps for each model that it can update."""
+"""Keeps everything that a worker needs to update one of its models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TargetModel:
-    """What a worker needs to load one of its models: served model or draft.
+    """Everything that a worker needs to update one model: the served model or its draft.
 
     Args:
         model: the model.
@@ -98,7 +98,7 @@ class TargetModel:
     def complete(self, manifest: Manifest) -> None:
         """Checks that a staged open update has all tensors that this worker needs.
 
-        No collective: it may run while the worker runs steps.
+        The call is no collective, so it may be made while the worker runs steps.
 
         Raises:
             EngineError: as :meth:`check`: a tensor is missing; as :meth:`extend`.
@@ -110,12 +110,15 @@ class TargetModel:
     def _extend_staged(self) -> None:
         known = self.plans.entry
         if known.plan is None:
-            text = f"it needs the model's own loader: {known.reason}; the next update pauses"
+            text = (
+                f"the update needs the model's own loader ({known.reason}), so it can't be staged; "
+                "the next update uses a pause"
+            )
             raise EngineError(text, code=NackCode.STAGING_REFUSED)
         self.staged.extend(known.plan)
 
     def require_whole(self, manifest: Manifest) -> None:
-        """Refuses an open manifest of which tensors are missing. A collective of the workers.
+        """Refuses an open manifest if tensors are missing. A collective of the workers.
 
         Raises:
             EngineError: as :meth:`check`, in all workers.
@@ -220,5 +223,5 @@ def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
         EngineError: code ``wrong_state``: no update was armed.
     """
     if armed is None:
-        raise wrong_state("receive before a manifest was armed")
+        raise wrong_state("no manifest is armed")
     return armed

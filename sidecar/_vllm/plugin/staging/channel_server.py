@@ -85,7 +85,7 @@ class StagingChannelServer:
         """
         wait_s = 0.0
         while not self._worker_lock.acquire(timeout=wait_s):
-            self._interrupt()  # again: the next one may just have begun
+            self._interrupt()  # again: another operation may just have begun
             wait_s = _RETRY_S
         try:
             yield
@@ -110,11 +110,11 @@ class StagingChannelServer:
             except OSError:
                 if self._listener is not listener:
                     return
-                time.sleep(_RETRY_S)  # the process has no descriptor left; it will have one
+                time.sleep(_RETRY_S)  # the process has no descriptor left now
                 continue
             try:
                 self._accept(connection)
-            except (OSError, RuntimeError):  # it has ended already, or there is no thread to be had
+            except (OSError, RuntimeError):  # the connection has ended, or no thread can be started
                 connection.close()
 
     def _accept(self, connection: socket.socket) -> None:

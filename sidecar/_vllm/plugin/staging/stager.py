@@ -67,7 +67,7 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class VllmReceiver(Protocol):
-    """What a stager needs of a transport of vLLM's own."""
+    """The methods by which a stager receives over a transport of vLLM's own."""
 
     @property
     def unstaged_reason(self) -> str:
@@ -156,18 +156,16 @@ class Stager:
             return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
         if known.plan is None:
-            return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
+            reason = f"the update needs the model's own loader: {known.reason}"
+            return StagingCapacity(why_not=reason)
         if is_partial:
-            return StagingCapacity(why_not="an update was interrupted in this engine")
-        anew = _layout_mismatch(self._target, known.plan)
-        if anew:
-            return StagingCapacity(
-                why_not=f"its weights are not laid out as they are loaded: {anew}"
-            )
+            return StagingCapacity(why_not="an earlier update was interrupted in this engine")
+        if mismatch := _layout_mismatch(self._target, known.plan):
+            return StagingCapacity(why_not=f"the served weights don't fit the plan: {mismatch}")
         needed = known.plan.size_bytes
         held = self._target.staged.memory.reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):
-            return StagingCapacity(needed, "there was no room when it was last tried")
+            return StagingCapacity(needed, "the last attempt to allocate the memory failed")
         needed += theirs.buffer_bytes(armed) if theirs is not None else 0
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
 

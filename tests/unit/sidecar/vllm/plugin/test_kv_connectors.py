@@ -52,7 +52,7 @@ def test_each_connector_is_known_by_its_name(name: str, how: str) -> None:
     """What is not known is refused, with the setting that allows it."""
     assert treated(config(name)) == {name: how}
     assert treated(SimpleNamespace(**config(name))) == {name: how}
-    may = "updates are refused" if how.startswith(REFUSED) else "may be updated"
+    may = "updates are refused" if how.startswith(REFUSED) else "updates are allowed"
     assert may in kv.explain(name, how)
     trusts = "WAVEBUS_TRUST_KV_CONNECTORS" in kv.explain(name, how)
     assert trusts is (how == kv.UNKNOWN)

@@ -95,9 +95,12 @@ def test_a_worker_says_which_plugin_it_has_and_what_that_drives() -> None:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (["<vllm.v1.worker.worker_base.WorkerWrapperBase object>"], "wavebus's plugin is missing"),
-        ([], "wavebus's plugin is missing"),
-        (None, "wavebus's plugin is missing"),
+        (
+            ["<vllm.v1.worker.worker_base.WorkerWrapperBase object>"],
+            "its workers lack wavebus's plugin",
+        ),
+        ([], "its workers lack wavebus's plugin"),
+        (None, "its workers lack wavebus's plugin"),
         (["wavebus's plugin, and it drives nccl"], "install one version of wavebus for both"),
         (
             [f"wavebus's plugin, protocol {operations.PROTOCOL + 1}, and it drives nccl"],
@@ -143,5 +146,5 @@ def test_each_workers_answer_is_read() -> None:
         ops.Done(ahead=3, room=StagingCapacity(9, "no room")),
     ]
     for wrong in ([], None, [{"type": "done", "room": {"needed_bytes": "many"}}], [2]):
-        with pytest.raises(EngineError, match="answered"):
+        with pytest.raises(EngineError, match="answer"):
             worker_rpc.read_done(wrong)

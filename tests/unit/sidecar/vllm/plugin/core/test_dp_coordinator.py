@@ -120,14 +120,16 @@ def test_groups_that_it_cannot_coordinate(
 
 def test_a_group_without_a_name(on_the_bus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.DP_GROUP)
-    with pytest.raises(RuntimeError, match="WAVEBUS_DP_GROUP is missing"):
+    with pytest.raises(RuntimeError, match="needs WAVEBUS_DP_GROUP, which is not set"):
         BusCoordinator(parallel())
 
 
 def test_the_environment_says_who_coordinates() -> None:
     assert environment.dp_coordinator({}) == "vllm"
     assert environment.dp_coordinator({environment.DP_COORDINATOR: "bus"}) == "bus"
-    with pytest.raises(ValueError, match="WAVEBUS_DP_COORDINATOR=buss: it is vllm or bus"):
+    with pytest.raises(
+        ValueError, match="WAVEBUS_DP_COORDINATOR=buss is not valid: set it to vllm or bus"
+    ):
         environment.dp_coordinator({environment.DP_COORDINATOR: "buss"})
     told = environment.BusAddress("tcp://127.0.0.1:1", "policy", "moe")
     assert environment.bus_address(told.variables()) == told

@@ -207,7 +207,7 @@ def test_who_lacks_a_part_stays_paused_and_ends_its_requests(alone: Core) -> Non
     assert not alone.runs
     assert alone.core.outputs == ["ended", "ended"]
     assert alone.operations == []
-    assert "of model not all weights are there" in alone.reason
+    assert "incomplete weights: model" in alone.reason
 
 
 def test_who_can_not_be_restored_is_quarantined(alone: Core) -> None:
@@ -282,7 +282,7 @@ def test_a_hold_that_is_void_lets_no_update_through(
     text = {"operation": wire.encode(operation)}
     Core(core, watch).paused().held(a_lease(left_ms=60_000))
     core.collective_rpc("wavebus_perform", kwargs=text)
-    watch.page.write_outcome(7, "resumed", "nobody renewed the lease")
+    watch.page.write_outcome(7, "resumed", "no sidecar renewed the lease")
     with pytest.raises(WorkerRefusal) as refused:
         core.collective_rpc("wavebus_perform", kwargs=text)
     failure = wire.find_failure(str(refused.value))
@@ -485,7 +485,7 @@ def test_cores_that_are_whole_resume_together(cores: list[Core]) -> None:
     for each in cores:
         each.paused().held(of_both(begun="model"))
     assert zero.looks() == "waiting"
-    assert "core 1001: its sidecar holds it paused" in zero.reason
+    assert "core 1001: its sidecar keeps it paused" in zero.reason
     assert not zero.runs
     assert "the pause's lease was over" in zero.watch.void_reason()
     assert [one.looks(), zero.looks()] == ["resumed", "resumed"]
@@ -548,7 +548,7 @@ def test_the_core_looks_on_its_own_thread(module: Any) -> None:
     assert kind is module.EngineCoreRequestType.WAKEUP
     assert core.scheduler.pause_state == 2
     core._handle_client_request(kind, told)
-    assert watch.page.outcome() == LeaseOutcome(7, "resumed", "nobody renewed the lease")
+    assert watch.page.outcome() == LeaseOutcome(7, "resumed", "no sidecar renewed the lease")
     assert core.scheduler.pause_state == 0
     core._handle_client_request(kind, None)
     assert core.seen == ["input", "request"]

@@ -117,24 +117,24 @@ def _filled_over(model: Small, tensor: Tensor) -> None:
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        (lambda m, t: m.norm.data.copy_(t + 1), "made of norm by aten.add"),
-        (lambda m, t: m.norm.data.copy_(t.to(torch.float64)), "made of norm"),
-        (lambda m, t: m.norm.data.copy_(torch.cat([t[4:], t[:4]])), "made of norm"),
-        (lambda m, t: m.norm.data.copy_(t.flip(0)), "made of norm"),
-        (lambda m, t: m.norm.data.fill_(t[0].item()), "read by its value"),
+        (lambda m, t: m.norm.data.copy_(t + 1), "computes with norm by aten.add"),
+        (lambda m, t: m.norm.data.copy_(t.to(torch.float64)), "computes with norm"),
+        (lambda m, t: m.norm.data.copy_(torch.cat([t[4:], t[:4]])), "computes with norm"),
+        (lambda m, t: m.norm.data.copy_(t.flip(0)), "computes with norm"),
+        (lambda m, t: m.norm.data.fill_(t[0].item()), "the loader reads the value of norm"),
         (lambda m, t: m.norm.data.fill_(t[0]), "computed"),
-        (lambda m, t: m.norm.data.copy_(t[:1]), "repeated"),
+        (lambda m, t: m.norm.data.copy_(t[:1]), "broadcast into"),
         (lambda m, t: m.norm.data.view(torch.int32).copy_(t.view(torch.int32)), "another dtype"),
         (lambda m, t: m.norm.data.add_(t), "norm is changed by aten.add_"),
         (lambda m, t: torch.neg(t, out=m.norm.data), "norm is changed by aten.neg.out"),
         (lambda m, t: m.norm.data[1:].copy_(t[1:]), "elements 0 to 1 of norm are not filled"),
         (lambda m, t: m.norm.data[:-1].copy_(t[1:]), "7 of 8 elements"),
-        (lambda m, _: m.norm.data.zero_(), "norm is filled with no tensor"),
-        (_kept_beside, "made of norm by aten.mul"),
-        (_derived_from_parameters, "made of qkv by aten.mm"),
+        (lambda m, _: m.norm.data.zero_(), "no tensor of the update fills norm"),
+        (_kept_beside, "computes with norm by aten.mul"),
+        (_derived_from_parameters, "computes with qkv by aten.mm"),
         (_through_memory_of_its_own, "norm is copied into no parameter"),
         (_changed_in_place, "norm is changed by aten.add_"),
-        (_composed, "made of norm"),
+        (_composed, "computes with norm"),
         (_added_later, "norm is changed by aten.add_"),
         (_added_by_foreach, "norm is changed by aten._foreach_add_"),
         (_twice, "filled twice"),
@@ -161,7 +161,7 @@ def test_only_the_tied_head_may_be_left_out() -> None:
     model.extra = torch.nn.Parameter(torch.empty(2, device="meta"))
     trace = trace_of(model, weights(0))
     assert "extra" not in make_plan(trace, unloaded="extra").targets
-    with pytest.raises(NoPlanError, match="of extra 0 of 2 elements"):
+    with pytest.raises(NoPlanError, match="only 0 of 2 elements of extra"):
         make_plan(trace, unloaded="norm")
 
 

@@ -85,5 +85,7 @@ def test_experts_that_lie_as_they_were_loaded_take_patches() -> None:
 
 def test_a_quantised_model_takes_none() -> None:
     """Its scales were computed from what a patch would change."""
-    with pytest.raises(EngineError, match=r"a.weight: the model is quantised"):
+    with pytest.raises(
+        EngineError, match=r"a.weight: the model, and so first.weight, is quantised"
+    ):
         check(Model(), SimpleNamespace(quant_config=object()))

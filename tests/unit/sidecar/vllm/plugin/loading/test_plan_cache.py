@@ -205,7 +205,7 @@ def test_what_is_loaded_where_it_serves_is_compared_when_it_has_come(wrong: bool
     worker.plans.on_finished()
     worker.plans.close()
     assert worker.plans.account()["proven"] is not wrong
-    assert ("correction is not what" in worker.plans.account()["reason"]) is wrong
+    assert ("correction differs from" in worker.plans.account()["reason"]) is wrong
 
 
 def test_the_serving_parameters_stay_the_objects_that_they_were() -> None:
@@ -332,9 +332,9 @@ def _swapped(plan: CopyPlan, one: str, other: str) -> CopyPlan:
 @pytest.mark.parametrize(
     ("one", "other", "named"),
     [
-        ("k", "v", "qkv is not what was received"),
-        ("experts.0.gate", "experts.2.up", "gate_up is not what was received"),
-        ("norm", "mean", "is not what was received"),
+        ("k", "v", "qkv differs from the received"),
+        ("experts.0.gate", "experts.2.up", "gate_up differs from the received"),
+        ("norm", "mean", "differs from the received"),
     ],
 )
 def test_a_wrong_plan_is_found_out_and_dropped(
@@ -368,7 +368,7 @@ def test_a_layer_that_repacks_is_compared_before_it_does() -> None:
     worker.model.loaders["linear.lower"] = lambda m, tensor: _half(m, 1).copy_(tensor * 2)
     assert worker.update(1) == "loader"
     assert (
-        "linear.weight is not what was received as linear.lower" in worker.plans.account()["reason"]
+        "linear.weight differs from the received linear.lower" in worker.plans.account()["reason"]
     )
     assert worker.update(2) == "loader"
 
@@ -377,7 +377,7 @@ def test_weights_that_are_rearranged_after_loading_are_no_copies() -> None:
     """As kernels of experts do on some GPUs: the plan is right, and of no use."""
     worker = Worker()
     worker.update(1, chunks=1, afterwards=lambda m: m.gate_up.data.copy_(m.gate_up.data.flip(1)))
-    assert "gate_up is not what was received" in worker.plans.account()["reason"]
+    assert "gate_up differs from the received" in worker.plans.account()["reason"]
 
 
 def test_padding_is_compared_too() -> None:
@@ -396,7 +396,7 @@ def test_a_loader_that_computes_gets_no_plan_and_says_so_once(
             worker.arm(names=[*reversed(all_weights(0))])
             assert worker.update(seed) == "loader"
     [record] = caplog.records
-    assert "something is made of norm by aten.add" in record.getMessage()
+    assert "the loader computes with norm by aten.add" in record.getMessage()
     assert worker.plans.account()["reason"] in record.getMessage()
 
 

@@ -276,7 +276,7 @@ def test_what_is_not_all_there_is_not_swapped_in(tested: Staging) -> None:
         tested.weights.stage(seq, [(meta.name, new[meta.name]) for meta in chunk])
     with pytest.raises(EngineError, match="elements are not staged"):
         tested.weights.seal()
-    with pytest.raises(EngineError, match="not all"):
+    with pytest.raises(EngineError, match="no whole update"):
         tested.weights.require_sealed()
     last = [(meta.name, new[meta.name]) for meta in tested.chunks[-1]]
     tested.weights.stage(len(tested.chunks) - 1, last)
@@ -354,7 +354,7 @@ def test_an_open_update_that_lacks_a_tensor_is_not_sealed(tested: Staging, lost:
     tested.weights.stage(1, list(new.items())[2:])
     with pytest.raises(EngineError, match="elements are not staged"):
         tested.weights.seal()
-    with pytest.raises(EngineError, match="or not all"):
+    with pytest.raises(EngineError, match="no whole update"):
         tested.weights.require_sealed()
     with pytest.raises(NoPlanError, match=r"are filled|not filled"):
         make_plan(parts.trace, unloaded="")
@@ -379,7 +379,7 @@ def test_memory_for_a_buffer_of_a_later_part_may_be_short(monkeypatch: pytest.Mo
 
     with monkeypatch.context() as short:
         short.setattr(torch, "empty", full)
-        with pytest.raises(EngineError, match="no room to stage") as refused:
+        with pytest.raises(EngineError, match="not enough free memory") as refused:
             tested.weights.extend(extend_plan(plan, parts.trace, unloaded=""))
     assert refused.value.code is NackCode.STAGING_REFUSED
 
@@ -447,7 +447,7 @@ def test_a_plan_that_is_not_what_the_loader_does_is_found(tested: Staging, fault
                 right(m, tensor),
                 m.extra.data.copy_(tensor),
             )
-    with pytest.raises(EngineError, match="not what the loader does"):
+    with pytest.raises(EngineError, match="differs from the loader"):
         tested.prove(new)
 
 
