@@ -292,7 +292,7 @@ K_B = f"{LAYER}self_attn.k_proj.lora_B.weight"
         (
             lambda t: _renamed(t, f"{DOWN_PROJ}.lora_A.weight", f"{DOWN_PROJ}.bias"),
             f"{DOWN_PROJ}.bias",
-            "lora_A.weight and lora_B.weight alone",
+            "end in .lora_A.weight or .lora_B.weight",
         ),
         (lambda t: {n: v for n, v in t.items() if n != K_B}, K_B, "missing: the other half"),
         (lambda t: {**t, K_B: t[K_B][:-1]}, K_B, "misshapen"),
@@ -316,7 +316,9 @@ def test_refused_when_armed(
 def test_a_rank_that_is_too_high(with_lora: WithLora) -> None:
     made = with_lora.made(52, rank=2 * MAX_RANK)
     first = next(iter(made.tensors))
-    _assert_refused(with_lora, made.tensors, made.config, first, "over the engine's max_lora_rank")
+    _assert_refused(
+        with_lora, made.tensors, made.config, first, "over the engine's --max-lora-rank"
+    )
 
 
 def test_a_config_that_vllm_cannot_have(with_lora: WithLora) -> None:

@@ -1,8 +1,8 @@
 """The weight transfer engine inside each vLLM worker.
 
-A sidecar requests its operations (:mod:`bus.operations`). Each is one call of all
-workers, which agree on its result (:mod:`sidecar._vllm.plugin.agreement`). Of vLLM's own calls the
-engine accepts those that open and close the sidecar's session
+A sidecar requests operations (:mod:`bus.operations`). Each operation is one call of all workers,
+which agree on its result (:mod:`sidecar._vllm.plugin.agreement`). Of vLLM's own calls the engine
+accepts those that open and close the sidecar's session
 (:mod:`sidecar._vllm.plugin.worker.session`), and refuses all others. Receiving, loading and
 committing are separate steps. There are two ways to load
 (:mod:`sidecar._vllm.plugin.loading.plan_cache`):
@@ -132,7 +132,8 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         armed = self.armed
         if armed is not None and armed.target != self._target:
             raise wrong_state(
-                f"what was armed for the {armed.target} is not loaded into the {self._target}"
+                f"the update was armed for the {armed.target}, but the open session is of the "
+                f"{self._target}"
             )
 
     def _finish(self) -> None:
@@ -167,7 +168,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """Returns :meth:`PlanCache.account`, the last swap's duration in ms, and staging bytes."""
+        """:meth:`PlanCache.account`, the last swap's duration in ms, and the staging bytes held."""
         model = self._loadable["model"]
         swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
@@ -192,14 +193,15 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
         Args:
             operation: the operation.
-            worker: vLLM's worker. None: it came by the staging channel, and the worker runs steps.
+            worker: vLLM's worker. None: the staging channel brings the operation, while the worker
+                runs steps.
 
         Raises:
-            EngineError: code ``wrong_state``: the other carrier brings such an operation.
+            EngineError: code ``wrong_state``: the operation needs the other carrier.
         """
         by = "channel" if worker is None else "core"
         if operation.carrier not in (by, "either"):
-            raise wrong_state(f"not by the {by}")
+            raise wrong_state(f"the {by} can't carry {type(operation).__name__}")
         stager = self._stager
         match operation:
             case operations.Greet():
@@ -288,12 +290,9 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
     def _close(self, worker: Any) -> None:
         if self.session.open:
-            self._discard()
+            self._receiver.clear()
+            self._loadable[self._target].discard()
             self.session.close(worker)
-
-    def _discard(self) -> None:
-        self._receiver.clear()
-        self._loadable[self._target].discard()
 
     def open_transfer(self, operation: ops.Open) -> int:
         """Connects to the sender; returns how many chunks may be received before one is loaded.
@@ -329,8 +328,8 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         self.armed, target = None, operation.target
         if manifest.counts and self.session.open:
             raise EngineError(
-                "an update was interrupted in this engine, which no patch repairs: send a whole "
-                "set of weights",
+                "an update was interrupted in this engine, and a patch can't repair that: send a "
+                "whole set of weights",
                 code=NackCode.OTHER_BASE,
             )
         if self._incoming is not None:
@@ -370,7 +369,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
             armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
             self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
         elif while_serving and not self._loadable["model"].checker.prepared:
-            raise wrong_state("no manifest was checked here before")
+            raise wrong_state("this worker has checked no manifest yet")
         else:
             self._arm(operation, manifest)
         return self.wavebus_room
@@ -381,21 +380,18 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         chunks = require_armed(self.armed).announced.chunks
         self._receiver.begin(operation.seq, chunks, operation.backend, operation.handle)
 
-    def _loads_in_place(self) -> bool:
-        if self._incoming is not None:  # it copies each chunk into CPU memory
-            return True
-        return self._loadable[self._target].plans.update is not None
-
     def _arrived(self, operation: ops.SentChunk) -> Tensors:
         """Returns the tensors of a chunk, after it has arrived and its checksums were compared."""
         received = self._receiver.take(operation.seq)
         if operation.sums:
             check_sums(operation.seq, received, operation.verify, operation.sums)
         self._loadable[self._target].unloaded.check(received)
-        return received if self._loads_in_place() else self._receiver.take_own(operation.seq)
+        # An adapter's chunk is copied into CPU memory, and a plan copies from the buffers.
+        copies = self._incoming is not None or self._loadable[self._target].plans.update is not None
+        return received if copies else self._receiver.take_own(operation.seq)
 
     def _take(self, operation: ops.SentChunk, check: Callable[[], None]) -> Tensors:
-        """Returns a chunk when all workers have it; raises if ``check`` raised in any."""
+        """Returns a chunk when all workers have it; raises if ``check`` raised in any worker."""
         arrived: Tensors = []
 
         def prepare() -> None:
@@ -428,7 +424,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
         def check() -> None:
             if incoming is None:
-                raise wrong_state("no adapter is open")
+                raise wrong_state("the open transport brings no adapter")
 
         received = self._take(operation, check)
         assert incoming is not None
@@ -443,7 +439,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 def _check_protocol(theirs: int) -> None:
     if theirs != operations.PROTOCOL:
         raise EngineError(
-            f"the sidecar speaks plugin protocol {theirs}, the wavebus inside vLLM "
+            f"the sidecar speaks plugin protocol {theirs}, but the wavebus inside vLLM speaks "
             f"{operations.PROTOCOL}: install one version of wavebus for both"
         )
 
@@ -459,7 +455,7 @@ def worker_index(parallel: Any) -> int:
 
 
 def not_this_engine(backend: str) -> EngineError:
-    """Returns the error of an operation for a worker engine not chosen at boot."""
+    """Returns the error for an operation on a worker engine that was not chosen at boot."""
     return EngineError(
         f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
         code=NackCode.BACKEND_MISSING,

@@ -1,4 +1,4 @@
-"""The calls of vLLM's own weight transfer: a sidecar makes two of them, and no other caller any."""
+"""Guards the calls of vLLM's own weight transfer, of which a sidecar may make two."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class GuardedEntryPoints(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = WeightTransferUpdateInfo
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:  # noqa: ARG002 - see below
-        """Reads nothing of what no sidecar sends: :meth:`init_transfer_engine` refuses the call."""
+        """Ignores the request, because :meth:`init_transfer_engine` refuses it."""
         return WeightTransferInitInfo()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:  # noqa: ARG002 - see below
-        """Reads nothing of what no sidecar sends: :meth:`receive_weights` refuses the call."""
+        """Ignores the request, because :meth:`receive_weights` refuses it."""
         return WeightTransferUpdateInfo()
 
     def init_transfer_engine(self, init_info: Any) -> None:  # noqa: ARG002 - not for us
@@ -63,9 +63,7 @@ class GuardedEntryPoints(WeightTransferEngine):  # type: ignore[misc]
             self.session.on_vllm_call(self._finish, opens=False)
 
     def _start(self) -> None:
-        """Opens the session."""
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """Closes the session."""
         raise NotImplementedError

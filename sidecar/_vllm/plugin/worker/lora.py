@@ -61,7 +61,7 @@ class LoraAdapters:
         lacking: why adapters can't be updated in this vLLM; empty if they can.
 
     Attributes:
-        outgoing: the adapter that the open transport is to remove; empty: it is for something else.
+        outgoing: the adapter that the open transport is to remove; empty if it removes none.
     """
 
     def __init__(self, manager: Any, lacking: str = "") -> None:
@@ -107,15 +107,18 @@ class LoraAdapters:
             )
         if self._lacking:
             raise EngineError(
-                f"this vLLM's LoRA is not as wavebus knows it: {self._lacking}",
+                f"LoRA updates are off, because this vLLM differs: {self._lacking}",
                 code=NackCode.BACKEND_MISSING,
             )
 
     def opens_removal(self, backend: str) -> bool:
-        """Records which adapter the transport ``backend`` is to remove; returns whether it does.
+        """Returns whether a transport is to remove an adapter, and records the adapter.
+
+        Args:
+            backend: the transport's name.
 
         Raises:
-            EngineError: as :meth:`require_available`, if it is for any adapter.
+            EngineError: as :meth:`require_available`, if the transport is for any adapter.
         """
         if name := adapter_of(backend):
             self.require_available()
@@ -123,10 +126,11 @@ class LoraAdapters:
         return bool(self.outgoing)
 
     def perform(self, operation: operations.WorkerOperation) -> ops.Done:
-        """Carries out an operation on adapters that no chunk comes with.
+        """Carries out an operation on adapters that brings no chunk.
 
         Args:
-            operation: one on adapters, or a step of an adapter's update. Any other changes nothing.
+            operation: an operation on adapters, or a step of an adapter's update. Any other
+                operation changes nothing.
 
         Returns:
             The adapters that vLLM can load afterwards: those for new requests, and retired ones.
@@ -145,11 +149,7 @@ class LoraAdapters:
         return ops.Done(adapters=self.names)
 
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
-        """Checks that a LoRA adapter fits the model; loads nothing.
-
-        Raises:
-            EngineError: as :func:`check_adapter`.
-        """
+        """Checks that a LoRA adapter fits the model; see :func:`check_adapter`."""
         check_adapter(config, manifest, self._manager)
 
     def load(self, name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -217,7 +217,7 @@ class LoraAdapters:
         If there was none before, a loaded one is removed. Does nothing without a load or removal.
 
         Args:
-            settled: True also undoes one that :meth:`settle` has marked; False leaves it.
+            settled: True also undoes a change that :meth:`settle` has marked; False leaves it.
         """
         if self._before is None or (self._settled and not settled):
             return
@@ -239,7 +239,7 @@ class LoraAdapters:
         self._settled = True
         self._free(in_use)
 
-    # -- when vLLM loads one ---------------------------------------------------------
+    # -- when vLLM loads an adapter ----------------------------------------------------
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> N
             targets = sorted({place.rpartition(".")[2] for place in places})
             raise refused(
                 meta.name,
-                f"unknown: this engine takes LoRA on {', '.join(targets)}, and on no such module",
+                f"unknown: the module takes no LoRA in this engine; these do: {', '.join(targets)}",
             )
     for module, pair in pairs.items():
         _check_pair(pair, _sizes(manager, places.get(module)))
@@ -109,8 +109,8 @@ def _check_ranks(config: dict[str, Any], metas: tuple[TensorMeta, ...], highest:
         if rank > highest:
             raise refused(
                 meta.name,
-                f"rank {rank} is over the engine's max_lora_rank {highest}: start it with a "
-                f"higher one (the config says r={config.get('r')})",
+                f"rank {rank} is over the engine's --max-lora-rank {highest}: start the engine "
+                f"with a higher value (the adapter's config says r={config.get('r')})",
             )
 
 
@@ -120,7 +120,9 @@ def _parsed(meta: TensorMeta, mapper: Any) -> tuple[str, str]:
 
     suffix = next((s for s in _SUFFIXES if meta.name.endswith(s)), None)
     if suffix is None:
-        raise refused(meta.name, "unknown: an adapter has lora_A.weight and lora_B.weight alone")
+        raise refused(
+            meta.name, f"unknown: names of adapter tensors end in {' or '.join(_SUFFIXES)}"
+        )
     try:
         return parse_fine_tuned_lora_name(meta.name, mapper)[0], suffix
     except ValueError as error:
@@ -142,8 +144,8 @@ def _locations(manager: Any) -> dict[str, tuple[str, int]]:
 def _sizes(manager: Any, place: tuple[str, int] | None) -> tuple[int, int] | None:
     """Returns the input and output size of a whole module.
 
-    Returns None if the module is on another worker, or is not linear (experts), whose own loader
-    checks.
+    Returns None if the module is on another worker, or is not linear, such as experts: vLLM's
+    loader checks these.
     """
     if place is None:
         return None
@@ -179,9 +181,10 @@ def _check_pair(pair: _Pair, sizes: tuple[int, int] | None) -> None:
         if not fits:
             fitting = ", ".join("?" if n is None else str(n) for n in shape)
             raise refused(
-                meta.name, f"misshapen: shape {list(meta.shape)}, and [{fitting}] is what fits"
+                meta.name, f"misshapen: shape {list(meta.shape)}, but the model needs [{fitting}]"
             )
         if meta.dtype not in _DTYPES:
             raise refused(
-                meta.name, f"dtype {meta.dtype}: an adapter has {', '.join(sorted(_DTYPES))}"
+                meta.name,
+                f"dtype {meta.dtype} is not supported: use one of {', '.join(sorted(_DTYPES))}",
             )

@@ -149,7 +149,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     @contextmanager
     def _checked_loading(self, names: list[str]) -> Iterator[None]:
-        """Checks what vLLM's class loads in the block. The finish raises what was found."""
+        """Checks the tensors that vLLM's class loads in a block; the finish raises failures."""
         model, checked = self.model, self._checked
         checked.loader = model.load_weights
         model.load_weights = checked.load  # hides the class's method
@@ -241,7 +241,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         first = info.get("rank_offset")
         if type(first) is not int or first < 1:
             raise transfer_failed(
-                f"rank_offset={first!r}: it must say at which rank the workers begin"
+                f"rank_offset={first!r}: it must be the first worker's rank, 1 or more"
             )
         parallel = copy.copy(self.vllm_config.parallel_config)
         parallel.data_parallel_index = 0
@@ -260,15 +260,18 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if self._transport.is_open and in_place and target is not None and is_tied:
             raise refused(
                 target.tied_head,
-                f"is tied to the embeddings, and vLLM's {self._name!r} writes weights where they "
-                "are served, so it can't be compared with them before: leave it out",
+                f"is tied to the embeddings, and vLLM's {self._name!r} writes directly into the "
+                "served weights, so the two can't be compared first: leave the tensor out",
             )
         super()._arm(operation, manifest)
 
 
 def _require_rank(place: RankAssignment) -> None:
     if not place.communicator:
-        raise transfer_failed("a place in a communicator is asked for, and none was given")
+        raise transfer_failed(
+            "vLLM's init info asks for a rank, but the broker has assigned no place in a "
+            "communicator"
+        )
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
@@ -338,7 +341,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
                 super().shutdown()
 
         def _alone(self) -> AbstractContextManager[None]:
-            """Ends what the staging channel does, for a call that is not the bus's."""
+            """Interrupts the staging channel for a call that is not the sidecar's."""
             return nullcontext() if self._wavebus is None else self._wavebus.preempted()
 
     Guarded.__name__ = Guarded.__qualname__ = f"{theirs.__name__}OnTheBus"

@@ -14,10 +14,10 @@ against vLLM's source; where it does not fit, updates over vLLM's own engines ta
 use holds the lock of the worker's staging channel (:meth:`StagingChannelServer.preempted`, or as an
 operation of the channel), and the device has finished a call's work before the lock is released.
 
-**No receive outlasts its update.** vLLM's collectives have no deadline. So whoever needs the lock
-interrupts the receive: it ends at the next tensor, or, if none arrives, the communicator is aborted
-(vLLM's own ``shutdown``), and must be opened again. The other ends of the communicator then wait
-until theirs is closed, too.
+**No receive outlasts its update.** vLLM's collectives have no deadline. So a thread that needs the
+lock interrupts the receive: it ends at the next tensor. If none arrives, the communicator is
+aborted (vLLM's own ``shutdown``), and must be opened again. The other ends of the communicator then
+wait until theirs is closed, too.
 """
 
 from __future__ import annotations
@@ -168,12 +168,11 @@ class VllmTransport:
             timeout_s: how long to wait for the sender, in seconds.
 
         Raises:
-            EngineError: code ``transfer_failed``: the transport has no collectives; a dtype or a
-                shape is unknown, and so is how much comes; the sender has not sent all in time; or
-                as :meth:`receive`.
+            EngineError: code ``transfer_failed``: the transport has no collectives; a dtype or
+                shape is invalid; the sender has not sent all in time; or as :meth:`receive`.
         """
         if not self._is_collective:
-            raise transfer_failed(f"nobody waits in a broadcast of vLLM's {self._name!r}")
+            raise transfer_failed(f"vLLM's {self._name!r} has no broadcast that could be drained")
         parsed = self._original.parse_update_info(update_info)
         metas = tuple(map(_described, parsed.names, parsed.dtype_names, parsed.shapes))
         with self._interrupted_after(timeout_s):
@@ -246,9 +245,9 @@ class VllmTransport:
 def _described(name: str, dtype: str, shape: list[int]) -> TensorMeta:
     known = getattr(torch, str(dtype), None)
     if not isinstance(known, torch.dtype):
-        raise transfer_failed(f"dtype {dtype!r} is unknown, so the size of what comes is, too")
+        raise transfer_failed(f"dtype {dtype!r} is unknown, so the tensor's size is unknown, too")
     if any(type(length) is not int or length < 0 for length in shape):
-        raise transfer_failed(f"shape {shape!r} is no shape")
+        raise transfer_failed(f"shape {shape!r} must be a list of lengths, each 0 or more")
     return TensorMeta(name, str(known).removeprefix("torch."), tuple(shape))
 
 
@@ -287,7 +286,7 @@ class _TensorSink:
         return self._taken == len(self._metas) and not self._interrupts
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes tensors from vLLM's engine, which calls this method of what it takes for a model.
+        """Takes tensors from vLLM's engine, which calls this method as it would the model's.
 
         Raises:
             EngineError: code ``transfer_failed``: the receive was interrupted.
@@ -307,7 +306,7 @@ class _TensorSink:
         """Checks that all tensors of the chunk were taken.
 
         Raises:
-            Exception: what taking them has raised.
+            Exception: ``put`` has raised it.
             EngineError: code ``transfer_failed``: the receive was interrupted, or tensors are
                 missing.
         """
@@ -315,8 +314,8 @@ class _TensorSink:
         if self._failure is not None:
             raise self._failure
         if self._taken != len(self._metas):
-            raise transfer_failed(f"{self._taken} of {len(self._metas)} tensors came")
+            raise transfer_failed(f"only {self._taken} of {len(self._metas)} tensors arrived")
 
     def _require_uninterrupted(self) -> None:
         if self._interrupts:
-            raise transfer_failed("the update was given up while its tensors arrived")
+            raise transfer_failed("the receive was interrupted, because its update has ended")

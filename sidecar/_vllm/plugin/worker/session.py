@@ -101,7 +101,7 @@ class UpdateSession:
 
     def _require_none(self, worker: Any) -> None:
         if self.open:
-            raise wrong_state("the update session is open")
+            raise wrong_state("an update session is open already")
         if self.refused and _has_vllm_session(worker):
             worker.finish_weight_update()
         self.refused = False

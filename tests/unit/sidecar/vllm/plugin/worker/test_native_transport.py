@@ -171,7 +171,7 @@ def test_a_receive_that_waits_for_a_sender_is_aborted() -> None:
     assert engine.aborted.is_set()
     thread.join()
     assert [each.code for each in failed] == [NackCode.TRANSFER_FAILED]
-    assert "given up" in failed[0].detail
+    assert "interrupted" in failed[0].detail
     assert (engine.closed, transport.is_open) == (1, False)
     assert "closed" in transport.unstaged_reason
     with pytest.raises(EngineError, match="not open"):
@@ -181,7 +181,7 @@ def test_a_receive_that_waits_for_a_sender_is_aborted() -> None:
 def test_an_interrupted_receive_ends_at_the_next_tensor() -> None:
     engine = TheirEngine()
     transport = opened(engine)
-    with pytest.raises(EngineError, match="given up"):
+    with pytest.raises(EngineError, match="interrupted"):
         receive(transport, engine, lambda _: transport.interrupt())
     assert engine.received == 2
     assert not transport.is_open
@@ -267,14 +267,14 @@ def test_a_broadcast_that_fails_says_so() -> None:
 @pytest.mark.parametrize("wrong", [{"dtype": "float99"}, {"dtype": "nn"}, {"shape": (2, -1)}])
 def test_what_has_no_size_is_not_received(wrong: dict[str, Any]) -> None:
     engine = TheirEngine()
-    with pytest.raises(EngineError, match=r"unknown|no shape"):
+    with pytest.raises(EngineError, match=r"unknown|must be a list of lengths"):
         opened(engine).discard(sent(engine, "a", **wrong), 60.0)
     assert engine.received == 0
 
 
 def test_what_is_no_broadcast_is_not_discarded() -> None:
     engine = TheirEngine()
-    with pytest.raises(EngineError, match="nobody waits"):
+    with pytest.raises(EngineError, match="has no broadcast"):
         opened(engine, "ipc", packed=False).discard(sent(engine, "a"), 60.0)
 
 
@@ -302,7 +302,7 @@ def test_nobody_uses_the_communicator_beside_a_drain() -> None:
         await asyncio.to_thread(engine.waits.wait)
         assert engine.users == 1
         assert await asyncio.to_thread(preempt) == 0
-        with pytest.raises(EngineError, match="given up"):
+        with pytest.raises(EngineError, match="interrupted"):
             await draining
         channels.close()
 
