@@ -29,7 +29,7 @@ class AdmissionControl:
 
     Attributes:
         is_supported: whether the engine's cores have admission control; False before :meth:`look`.
-        found_closed: whether :meth:`look` found admission closed, or open to probes only.
+        found_closed: whether :meth:`look` found admission closed, or open only to probes.
         booted_closed: whether :meth:`look` found admission closed since the cores booted.
     """
 
@@ -87,7 +87,7 @@ class AdmissionControl:
                 probes.
         """
         if mode == "keep":
-            raise wrong_state("a pause that keeps requests")
+            raise wrong_state("the pause keeps requests, and these would run beside the probes")
         passes = f"wavebus-probe-{secrets.token_hex(8)}"
         self._passes_probes = self.is_supported
         await self._set(passes=passes, why="it runs the probes of a canary")

@@ -34,7 +34,7 @@ class CacheControl:
     def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self._ask = ask
         self._is_salted = True
-        self.connectors: dict[str, str] = {}  # how updates treat them
+        self.connectors: dict[str, str] = {}
 
     def learn(self, facts: WorkerFacts) -> None:
         """Stores what the plugin reports about salts and KV connectors.
@@ -62,8 +62,8 @@ class CacheControl:
         """Returns whether a pause or a swap must drop the caches.
 
         Args:
-            asked: whether the caller wants them dropped. If not, they are dropped anyway if this
-                vLLM, or a KV connector, would find keys and values of older weights in them.
+            asked: whether the caller wants the caches dropped. They are also dropped if this vLLM,
+                or a KV connector, would find keys and values of older weights in them.
         """
         return asked or not self._is_salted or CLEARED in self.connectors.values()
 

@@ -52,8 +52,8 @@ _WARN_EVERY_S: Final = 10.0
 
 _GENERATE: Final = "/inference/v1/generate"
 
-# Both count requests of every route, per engine; a frozen request is running or waiting. Of several
-# API servers, no value is shown before the first request.
+# Both gauges count requests of every route, per engine; a frozen request is running or waiting.
+# Several API servers show no value before the first request.
 _GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]+)$", re.MULTILINE)
 _COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
@@ -175,7 +175,9 @@ class VllmHttpClient:
             text = f"{self._url}{path}: {error or type(error).__name__}"
             if isinstance(error, aiohttp.ClientConnectorError) or await self._is_dead():
                 raise EngineDead(text) from error
-            raise EngineError(f"{text}; the server lives, and may have made the call") from error
+            raise EngineError(
+                f"{text}; the server lives, and may have executed the call"
+            ) from error
 
     async def wait_until_healthy(self, limit_s: float) -> None:
         """Waits until the server's ``/health`` reports that it can take requests.
@@ -186,7 +188,7 @@ class VllmHttpClient:
         Raises:
             EngineError: the server is not healthy in time.
         """
-        last = "nothing was heard"
+        last = "no answer yet"
         warn_s = 0.0
         with anyio.move_on_after(limit_s):
             while True:
@@ -231,7 +233,7 @@ class VllmHttpClient:
 
 
 class _Body(aiohttp.BytesPayload):
-    """A request's JSON. Until ``is_written``, the server can't have all of it."""
+    """A request's body in JSON; while ``is_written`` is False, the server can't have all of it."""
 
     def __init__(self, body: Any) -> None:
         super().__init__(json.dumps(body).encode(), content_type="application/json")
@@ -240,7 +242,6 @@ class _Body(aiohttp.BytesPayload):
     async def write_with_length(
         self, writer: AbstractStreamWriter, content_length: int | None
     ) -> None:
-        """Writes the body, as aiohttp has it."""
         await super().write_with_length(writer, content_length)
         self.is_written = True
 
@@ -277,7 +278,7 @@ class HttpConnection(VllmHttpClient):
         allow_remote: bool = False,
     ) -> None:
         if bool(base_url) == (server is not None):
-            raise UsageError("give either base_url or server")
+            raise UsageError("give either base_url or server, and not both")
         url = (server.base_url if server is not None else base_url).rstrip("/")
         api_key = server.prepared.api_key if server is not None else api_key
         super().__init__(url, api_key)
@@ -287,8 +288,8 @@ class HttpConnection(VllmHttpClient):
         if not allow_remote and not self.is_local:
             raise UsageError(
                 f"{host} is not a loopback address, and the server's API key does "
-                "not cover its RL routes: whoever reaches it can pause it and replace its "
-                "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
+                "not cover its RL routes: any client that reaches the server can pause it and replace "
+                "its weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
                 "allow_remote=True on a network that only you can reach"
             )
         self.name = f"the server at {self._url}"
@@ -324,7 +325,7 @@ class HttpConnection(VllmHttpClient):
             await self.server.stop(at_once=self._has_died)
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Waits until the server ends, reports a dead engine, or stops listening; returns which.
+        """Returns the reason when the server has ended, reports a dead engine, or listens no more.
 
         A server that is slow to answer is busy, not dead. ``on_look`` is called before each check.
         """

@@ -1,4 +1,4 @@
-"""The sidecar's access to what vLLM's engine cores publish about themselves.
+"""The sidecar's access to the state that vLLM's engine cores publish.
 
 This covers their status pages and lease pages, their ranks, their DP coordinator, and the version
 of their weights.
@@ -70,8 +70,8 @@ class CoreLink:
         self._cores = cores
         if not all(page.claim() for page in self._lease_pages):
             raise EngineError(
-                "another sidecar of this host drives this engine: an engine has one sidecar, stop "
-                "the other one",
+                "another sidecar of this host drives this engine, and an engine has only one: stop "
+                "the other sidecar",
                 code=NackCode.NAME_TAKEN,
             )
 
@@ -91,7 +91,8 @@ class CoreLink:
             reason = "the engine's core has no status page"
         elif cores > 1 and len(facts.cores) != cores:
             reason = (
-                f"{cores} cores behind one client, and pages of {len(facts.cores)} on this host"
+                f"{cores} cores are behind one client, but only {len(facts.cores)} have pages on "
+                "this host"
             )
         else:
             own = self._page.path
@@ -150,7 +151,7 @@ class CoreLink:
     def abandoned_pause(self) -> AbandonedPause | None:
         """Returns the pause that an earlier sidecar began and never ended, or None.
 
-        Of several paused cores, one with incomplete weights is chosen.
+        If several cores are paused, the result is of a core with incomplete weights, if any.
         """
         found: list[AbandonedPause] = []
         for page in self._lease_pages:

@@ -192,8 +192,8 @@ class VllmAdapter(WorkerClient):
     async def sleep(self, level: SleepLevel) -> None:
         """Makes the workers free memory, by their own sleep method.
 
-        vLLM's sleep call is not used: it pauses a second time, and a rank then waits for the other
-        ranks' sleep. Staged weights are released first, because a sleep must free their memory.
+        vLLM's sleep call would pause a second time, and a rank would then wait for the other ranks'
+        sleep. Staged weights are released first, because a sleep must free their memory.
         """
         if not self._channels.unusable_reason:
             await self._perform(Restore(staged=True))

@@ -59,5 +59,8 @@ class VllmEngine(VllmAdapter):
         settled = self._llm.settled
         if adapter not in settled:
             have = ", ".join(sorted(settled)) or "none"
-            raise UsageError(f"adapter={adapter!r}: no trainer has sent it yet (there are: {have})")
+            raise UsageError(
+                f"adapter={adapter!r}: no update of this adapter was committed (known adapters: "
+                f"{have})"
+            )
         return settled[adapter]

@@ -1,4 +1,4 @@
-"""Calls a server's routes for LoRA adapters; makes the names and ids by which vLLM knows them."""
+"""Calls a server's routes for LoRA adapters, and makes the ids of adapters for vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST_ID: Final = 2**31 - 1
 
 
 def adapter_id(name: str) -> int:
-    """Returns the number under which vLLM gets the LoRA adapter of this name."""
+    """Returns the id that vLLM uses for the LoRA adapter of this name."""
     return 1 + zlib.crc32(name.encode()) % _LARGEST_ID
 
 
@@ -58,7 +58,7 @@ class AdapterRoutes:
             why = (
                 f"start it with {SWITCH}=1"
                 if status == HTTPStatus.NOT_FOUND
-                else f"the server's API key covers it: give the sidecar the same {API_KEY_VARIABLE}"
+                else f"it needs the server's API key: give the sidecar the same {API_KEY_VARIABLE}"
             )
             raise EngineError(
                 f"{self._url}{LOAD} answers {status}: {why}", code=NackCode.BACKEND_MISSING
@@ -69,8 +69,7 @@ class AdapterRoutes:
         cards = {card["id"]: card.get("parent") for card in json.loads(text)["data"]}
         if name in cards and cards[name] is None:
             raise EngineError(
-                f"{name!r} is the name of the model that the server serves; an adapter needs "
-                "another one",
+                f"{name!r} is the name of the model that the server serves: give the adapter another name",
                 code=NackCode.MALFORMED,
             )
         self._known, self._removed = name in cards, False

@@ -36,7 +36,7 @@ class StagingChannels:
     """
 
     def __init__(self) -> None:
-        self.unusable_reason = "its staging channels are not open"
+        self.unusable_reason = "the engine's staging channels are not open"
         self._names: tuple[str, ...] = ()
         self._connections: list[_Connection] = []
 
@@ -53,8 +53,8 @@ class StagingChannels:
                 agree on anything.
 
         Raises:
-            EngineError: a worker can't be reached from here. It becomes
-                :attr:`unusable_reason`.
+            EngineError: a worker can't be reached from here. :attr:`unusable_reason` then has the
+                error's text.
         """
         try:
             await self._open(tuple(names), cores)
@@ -67,9 +67,9 @@ class StagingChannels:
         self.close()
         self._names = ()
         if cores != 1:
-            raise EngineError("it has several cores behind one client")
+            raise EngineError("the engine has several cores behind one client")
         if not names or not all(names):
-            raise EngineError("its workers have no staging channels")
+            raise EngineError("the engine's workers have no staging channels")
         self._names = names
         try:
             async with asyncio.timeout(_GREET_TIMEOUT_S):
@@ -132,7 +132,7 @@ class _Connection:
         except OSError as error:
             end.close()
             raise EngineError(
-                f"its worker can't be reached at {name!r} ({error.strerror or error}): sidecar "
+                f"a worker can't be reached at {name!r} ({error.strerror or error}): sidecar "
                 "and workers must run on one host, as one user (containers: one network namespace)"
             ) from error
         return cls(end)

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 
 class AdapterFrontEnd:
-    """Keeps vLLM's front end in step with the LoRA adapters in the workers: it knows their names.
+    """Keeps the adapters' names in vLLM's front end consistent with the workers' adapters.
 
     Args:
-        connection: vLLM.
+        connection: calls vLLM.
         perform: carries out an operation in all workers.
 
     Attributes:
-        name: the adapter of the open transport; empty: that is for a model.
+        name: the adapter of the open transport; empty if the transport is for a model.
         removes: whether the update removes the adapter.
-        path: the path by which vLLM tells the version under way from others.
+        path: the adapter's path for vLLM; it differs from version to version.
     """
 
     def __init__(self, connection: VllmConnection, perform: Perform) -> None:
@@ -54,10 +54,10 @@ class AdapterFrontEnd:
         self._perform = perform
 
     async def settle(self) -> None:
-        """Marks the load or the removal as being committed, so that a later sidecar keeps it.
+        """Marks the load or the removal as committed, so that a later sidecar keeps it.
 
-        Of a removal, the front end is first: if this sidecar dies in between, the next one undoes
-        the removal in the workers, and no request names what they lack.
+        A removal starts with the front end. If this sidecar dies in between, the next one undoes
+        the removal in the workers, and no request names an adapter that they lack.
         """
         if self.removes:
             await self._connection.remove_adapter(self.name)
@@ -76,8 +76,8 @@ class AdapterFrontEnd:
 class WorkerClient:
     """The update half of a vLLM adapter: carries operations to one engine's workers.
 
-    Each operation goes by its carrier, unread, with these exceptions. Of LoRA adapters, vLLM's
-    front end knows the names. Workers of several cores verify a chunk before any of them loads it.
+    Each operation is passed on by its carrier, unread, with these exceptions. vLLM's front end has
+    the names of LoRA adapters. Workers of several cores verify a chunk before any of them loads it.
     A staged update sends as few messages as possible, because each delays steps: a manifest that
     was armed before is not sent again, and chunks that are received directly into staging memory
     are reported together, after the last one. The ack of a chunk then means that its sender may
@@ -126,7 +126,7 @@ class WorkerClient:
         await self._perform(operations.UndoAdapter(settled=False))
         called_off = await self._vllm.ask(worker_rpc.CALL_OFF, {})
         if worker_rpc.read_yes(called_off) is None and not why:
-            self._cannot_stage = "its cores can't swap between steps (their log says why)"
+            self._cannot_stage = "the engine's cores can't swap between steps; their log says why"
         self._is_in_lockstep = not self._cannot_stage and await self._expect_swap(expected=False)
         # From here on the staging channels ignore an earlier sidecar.
         with contextlib.suppress(EngineError):  # the channels keep the reason
@@ -190,16 +190,16 @@ class WorkerClient:
                 await self._expect_swap(expected=False)
 
     async def _expect_swap(self, *, expected: bool) -> bool:
-        """Tells the core whether a swap is expected; returns whether it is in lockstep."""
+        """Sends the core whether a swap is expected; returns whether the core is in lockstep."""
         answer = await self._vllm.ask(worker_rpc.EXPECT_SWAP, {"expected": expected})
         return worker_rpc.read_yes(answer) is True
 
     def _goes_by_channel(self, operation: UpdateOperation) -> bool:
         """Returns whether the staging channels carry an operation, and not the core.
 
-        They open transports, because that may wait for other engines, and steps must not wait for
-        it; not in an engine that was booted with a worker engine of vLLM's own. Checking a part is
-        a collective of peer workers, which can't run on the channels.
+        Opening a transport may wait for other engines, and steps must not wait for it. An engine
+        that was booted with a worker engine of vLLM's own opens transports through the core.
+        Checking a part is a collective of peer workers, which can't run on the channels.
         """
         usable = not self._channels.unusable_reason
         match operation:
@@ -267,7 +267,7 @@ class WorkerClient:
             return StagingCapacity(why_not=why_not)
         if known:
             again = msgspec.structs.replace(arm, manifest=None)
-            with contextlib.suppress(EngineError):  # workers that need the whole manifest
+            with contextlib.suppress(EngineError):  # some workers need the whole manifest
                 return _room(await self._channels.perform(again))
         patches = arm.manifest is not None and arm.manifest.counts
         if len(self._channels) == 1 and arm.target == "model" and not patches:
@@ -286,5 +286,5 @@ class WorkerClient:
 
 def _room(armed: list[ops.Done]) -> StagingCapacity:
     """Returns the largest need of any worker, or why a worker can't stage."""
-    unknown = StagingCapacity(why_not="its worker does not say whether it has room")
+    unknown = StagingCapacity(why_not="a worker has not reported whether it has memory for staging")
     return combine([each.room or unknown for each in armed])

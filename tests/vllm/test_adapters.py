@@ -239,7 +239,7 @@ def test_a_removed_adapter_serves_its_requests_and_takes_no_new_ones(with_lora: 
             assert agent.last_update is not None
             assert (agent.last_update.version, agent.last_update.chunks) == (version, 0)
             assert NAME in await held()
-            with pytest.raises(UsageError, match="no trainer has sent it"):
+            with pytest.raises(UsageError, match="no update of this adapter"):
                 with_lora.engine.lora_request(NAME)
             tokens, _ = await request
             assert tokens == with_lora.reference(first.merged, count, PROMPT)
@@ -341,7 +341,7 @@ def _assert_refused(
             assert refused.value.nack.peer == "e0"
             assert refused.value.nack.tensor.startswith(tensor)
             assert refused.value.nack.step == "arm"
-            with pytest.raises(UsageError, match="no trainer has sent it"):
+            with pytest.raises(UsageError, match="no update of this adapter"):
                 with_lora.engine.lora_request("other")
 
     with_lora.run(scenario())
@@ -392,7 +392,7 @@ def test_an_update_that_was_loaded_and_not_committed(
                     with pytest.raises(RuntimeError, match="given up"):
                         await agent.update_adapter(name, lost.tensors, config=lost.config)
                     await with_lora.assert_serves(good, version)
-            with pytest.raises(UsageError, match="no trainer has sent it"):
+            with pytest.raises(UsageError, match="no update of this adapter"):
                 with_lora.engine.lora_request("never")
 
     with_lora.run(scenario())

@@ -129,7 +129,7 @@ def config(backend: str | None, **parallel: bool) -> dict[str, Any]:
         ({"version": {"version": "0.32.0"}}, "VLLM_SERVER_DEV_MODE=1"),
         (
             {"version": {"version": "0.32.0"}, "server_info": config(None)},
-            r"no backend: start it with --weight-transfer-config",
+            r"no weight transfer backend: start it with --weight-transfer-config",
         ),
         (
             {
@@ -137,7 +137,7 @@ def config(backend: str | None, **parallel: bool) -> dict[str, Any]:
                 "server_info": config("nccl"),
                 "collective_rpc": {"results": ["<WorkerWrapperBase object>"]},
             },
-            "backend 'nccl'.* plugin is missing",
+            "backend 'nccl'.* lack wavebus's plugin",
         ),
         (
             {"version": {"version": "0.32.0"}, "server_info": config("sharded_rdt")},

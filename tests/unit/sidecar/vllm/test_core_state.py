@@ -134,7 +134,7 @@ def test_cores_that_are_not_all_found_are_held_by_nobody(
     assert link.write_pause_lease(HOLD) is None
     assert [page.lease() for page in pages.holds] == [None, None]
     assert "pause_lease_not_written" in (said := "".join(capsys.readouterr()))
-    assert "3 cores behind one client, and pages of 2 on this host" in said
+    assert "3 cores are behind one client, but only 2 have pages on this host" in said
 
 
 def test_an_engine_has_one_sidecar_of_its_host(pages: Pages) -> None:
