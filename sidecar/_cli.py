@@ -121,7 +121,7 @@ def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[st
             advertise=plan.advertise or "",
             pd_role=plan.role or "",
         )
-        # An embedded engine boots in no time.
+        # An embedded engine boots at once.
         slow = command or plan.attach
         with shown_as_booting(plan.broker, plan.group, agent.name) if slow else nullcontext():
             await _until(agent.start(), stop)
@@ -184,7 +184,7 @@ def _supervise(
         for field in ("attach", "name", "dp_master", "core_page"):
             if getattr(plan, field) is not None:
                 flag = field.replace("_", "-")
-                raise UsageError(f"--{flag}: of one rank; with it, give --dp-rank, too")
+                raise UsageError(f"--{flag} applies to a single rank: give --dp-rank, too")
         server, port = ranks.parse_server_command(command)
         launch = ranks.RankLaunchPlan(
             dp_group=plan.dp_group or default_name("dp"),

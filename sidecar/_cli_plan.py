@@ -10,7 +10,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - an option's type, read by options_of
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from bus._cli.options import GroupPlan, NamedPath, checked, option
 from bus._keys import API_KEY_VARIABLE
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from sidecar.engine import Engine
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class SidecarPlan(GroupPlan):
     """The values of all options of ``wavebus sidecar``."""
@@ -33,12 +36,14 @@ class SidecarPlan(GroupPlan):
         envvar="WAVEBUS_NAME",
     )
     dp_group: str | None = option(
-        None, "The DP group it is a rank of.  [default: its name]", envvar="WAVEBUS_DP_GROUP"
+        None,
+        "The DP group of which this engine is a rank.  [default: the engine's name]",
+        envvar="WAVEBUS_DP_GROUP",
     )
     role: Literal["prefill", "decode"] | None = option(
         None,
-        "What it does in a disaggregated group. With both there, an update needs all of them, "
-        "unless the trainer asks for another quorum.  [default: both]",
+        "The engine's part in prefill/decode disaggregation. If a group has engines of both roles, "
+        "an update needs all engines, unless the trainer sets another quorum.  [default: both]",
         envvar="WAVEBUS_ROLE",
     )
     engine: Literal["embedded", "vllm"] | None = option(
@@ -48,14 +53,14 @@ class SidecarPlan(GroupPlan):
     )
     dp_coordinator: Literal["vllm", "bus"] | None = option(
         None,
-        "Who wakes the idle ranks of a data parallel group: vLLM's own coordinator (embedded: a "
-        "coordinator that asks nobody), or a coordinator that asks the broker. Same for all ranks."
+        "What wakes the idle ranks of a data parallel group: vLLM's own coordinator (embedded: a "
+        "coordinator without a broker), or one that asks the broker. Give all ranks the same."
         "  [default: vllm; embedded: bus]",
         envvar="WAVEBUS_DP_COORDINATOR",
     )
     attach: str | None = option(
         None,
-        "Use the vLLM server that runs there, on loopback.",
+        "Use the vLLM server that runs at this URL, on loopback.",
         metavar="URL",
         callback=checked(check_url),
     )
@@ -86,8 +91,8 @@ class SidecarPlan(GroupPlan):
     max_model_len: int | None = option(
         None, "Embedded: the largest number of tokens in a sequence.", min=2
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Embedded: type of the weights.")
-    threads: int = option(1, "Embedded: threads of torch.", min=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Embedded: the weights' dtype.")
+    threads: int = option(1, "Embedded: how many threads torch uses.", min=1)
     dp_size: int = option(
         1,
         "Ranks of a data parallel group, which share the model's experts. Without --dp-rank all "
@@ -97,7 +102,7 @@ class SidecarPlan(GroupPlan):
     dp_rank: int | None = option(None, "Embedded: start this rank alone.", min=0)
     dp_master: str | None = option(
         None,
-        "Embedded: where the ranks meet; a free port on rank 0's host, the same for all.",
+        "Embedded: a free port on rank 0's host, where the ranks meet; the same for all ranks.",
         metavar="HOST:PORT",
     )
     restarts: int | None = option(
@@ -111,7 +116,9 @@ class SidecarPlan(GroupPlan):
         "Embedded: keep the core's status page in this file.",
         type=NamedPath(dir_okay=False),
     )
-    boot_timeout_s: float = option(1800.0, "vLLM: how long the server may take to come up.", min=1)
+    boot_timeout_s: float = option(
+        1800.0, "vLLM: how many seconds the server may take until it is healthy.", min=1
+    )
     trust_kv_connector: tuple[str, ...] = option(
         (),
         "vLLM: a KV connector that wavebus does not know. You vouch that it returns no keys "
@@ -141,13 +148,13 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
             )
         coordinate = BusAddress(plan.broker, plan.group, plan.dp_group)
     if command and plan.attach:
-        raise UsageError("--attach: a COMMAND starts a server, --attach uses one; give one of them")
+        raise UsageError("--attach uses a running server, a COMMAND starts one: give one of them")
     if plan.engine == "embedded" and (command or plan.attach):
-        raise UsageError("--engine=embedded: it takes neither a COMMAND nor --attach")
+        raise UsageError("--engine=embedded: the embedded engine takes no COMMAND and no --attach")
     if plan.dp_size > 1 or (plan.dp_rank, plan.dp_master) != (None, None):
         raise UsageError(
-            "--dp-rank, --dp-master: of the embedded engine; one rank of vLLM is a server with "
-            "vLLM's own options (--data-parallel-rank and so on)"
+            "--dp-rank and --dp-master are for the embedded engine. To start one rank of vLLM, "
+            "give the server vLLM's own options (--data-parallel-rank and so on)"
         )
     from sidecar._vllm.connection_http import HttpConnection  # noqa: PLC0415 - only where it is used
     from sidecar._vllm.engine import VllmAdapter  # noqa: PLC0415
@@ -217,25 +224,25 @@ def _data_parallel(plan: SidecarPlan) -> DataParallel | None:
     Raises:
         UsageError: an option is missing, or needs another one.
     """
-    rank, master, dp_group = plan.dp_rank, plan.dp_master, plan.dp_group
     if plan.dp_size == 1:
-        for option, value in (("--dp-rank", rank), ("--dp-master", master)):
+        for option, value in (("--dp-rank", plan.dp_rank), ("--dp-master", plan.dp_master)):
             if value is not None:
-                raise UsageError(f"{option}: it needs --dp-size, of at least 2")
+                raise UsageError(f"{option} needs --dp-size, of at least 2")
         return None
-    for option, needed in (("--dp-rank", rank), ("--dp-master", master), ("--dp-group", dp_group)):
-        if needed is None:
-            raise UsageError(f"{option}: a rank of a data parallel group needs it")
     from sidecar._embedded.parallel.options import DataParallel  # noqa: PLC0415 - after --help
 
-    assert rank is not None
-    assert master is not None
-    assert dp_group is not None
     return DataParallel(
         plan.dp_size,
-        rank,
-        master,
-        dp_group,
+        _of_rank("--dp-rank", plan.dp_rank),
+        _of_rank("--dp-master", plan.dp_master),
+        _of_rank("--dp-group", plan.dp_group),
         broker="" if plan.dp_coordinator == "vllm" else plan.broker,
         bus_group=plan.group,
     )
+
+
+def _of_rank(option: str, value: T | None) -> T:
+    """Returns the value of an option that every rank of a data parallel group needs."""
+    if value is None:
+        raise UsageError(f"{option}: a rank of a data parallel group needs this option")
+    return value

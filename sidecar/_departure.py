@@ -31,8 +31,8 @@ class Departure:
     def on_ack(self, ack: HeartbeatAck) -> None:
         """Handles the broker's answer to a heartbeat, which ends the wait of :meth:`announce`.
 
-        The broker sends an answer with ``closed`` set only when the engine is out of the routes,
-        and each peer that follows the routes has confirmed that or taken too long.
+        The broker sets ``closed`` in an answer only when the engine is out of the routes, and each
+        watcher has confirmed that or taken too long.
 
         Args:
             ack: the broker's answer; answers before the announcement are ignored.

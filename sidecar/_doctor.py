@@ -42,7 +42,8 @@ _DIRECTLY: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def checks(options: Options) -> list[Check]:
     """Returns the results of all checks of an engine's host, for `wavebus doctor`.
 
-    They cover torch, shared memory, what dead processes left there, vLLM, and its wavebus plugin.
+    The checks cover torch, shared memory, leftovers of dead processes in it, vLLM, and its wavebus
+    plugin.
 
     Args:
         options: the command's options. With ``attach``, the URL of a vLLM server, that server is
@@ -86,7 +87,7 @@ def _leftovers() -> Check:
     if not left:
         return Check("left segments", "ok", "none")
     detail = f"{len(left)} in {SHM_FOLDER}: {', '.join(left[:4])}"
-    hint = "in use while a transport opens; those of dead trainers are swept by the next"
+    hint = "an opening transport uses them; the next trainer removes those of dead trainers"
     return Check("left segments", "note", detail, hint)
 
 
@@ -103,7 +104,7 @@ def _vllm() -> list[Check]:
         return [Check("vllm", "fail", f"{name} {number}", reason)]
     untested = untested_reason(number)
     state: State = "warn" if untested else "ok"
-    hint = "features that fit it work, see below; report those that don't"
+    hint = "the features that are on below should work; please report those that don't"
     return [
         Check("vllm", state, untested or f"{name} {number}", hint),
         _plugin(),
@@ -182,12 +183,12 @@ def _plugin_of(url: str) -> list[Check]:
     try:
         answer = _ask_workers(url, worker_rpc.ASK_PRESENCE)
         if isinstance(answer, list) and answer and worker_rpc.is_ours(answer[0]):
-            there = "there: it also ends pauses of sidecars that died"
+            there = "installed; it also ends pauses whose sidecar has died"
             facts = worker_rpc.read(_ask_workers(url, worker_rpc.ASK_FACTS))
             return [Check("server's plugin", "ok", there), *_kv_connectors(facts.kv_connectors)]
     except (urllib.error.URLError, OSError, ValueError, EngineError) as error:
         why = f"its workers don't answer: {error}"
-        return [Check("server's plugin", "warn", why, "is it busy?")]
+        return [Check("server's plugin", "warn", why, "try again when the server is not busy")]
     detail = "not in its workers: no updates, and a pause whose sidecar has died is not ended"
     hint = "install wavebus where that vLLM runs; let VLLM_PLUGINS, if it is set, name wavebus"
     return [Check("server's plugin", "fail", detail, hint)]
@@ -213,7 +214,7 @@ def _server(url: str) -> list[Check]:
         hint = "start vLLM with VLLM_SERVER_DEV_MODE=1, bound to loopback"
         found.append(Check("RL routes", "fail", f"missing: {', '.join(missing)}", hint))
     else:
-        found.append(Check("RL routes", "ok", "all there"))
+        found.append(Check("RL routes", "ok", "the server has all of them"))
         found += _plugin_of(url)
     if _GENERATE not in paths:
         hint = "start vLLM with --enable-scale-out"

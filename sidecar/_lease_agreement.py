@@ -90,7 +90,7 @@ class Store(Protocol):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """One rank's vote.
+    """The vote of one rank.
 
     Attributes:
         whole: whether the rank's weights are complete.
@@ -323,7 +323,7 @@ class RankLease:
         return self._agreement.state is not _S.HELD
 
     def is_due(self) -> bool:
-        """Returns whether the core's thread has something to do here. Called on any thread."""
+        """Returns whether the core's thread must call :meth:`look`. Called on any thread."""
         lease, agreement = self._page.lease(), self._agreement
         return (
             agreement.state is _S.DECIDED
@@ -356,7 +356,7 @@ class RankLease:
         )
 
     def look(self) -> None:
-        """Does what the lease's state requires. Called on the core's thread."""
+        """Takes the action that the lease's state requires. Called on the core's thread."""
         lease, agreement, core = self._page.lease(), self._agreement, self._core
         if agreement.state is _S.DECIDED:
             self._carry_out(lease)
@@ -411,7 +411,7 @@ class RankLease:
         return not reason
 
     def _carry_out(self, lease: PauseLease | None) -> None:
-        """Does what all ranks have decided, also if the lease was renewed since."""
+        """Does what all ranks have decided, even if the lease was renewed in between."""
         state, reason = self._agreement.decision
         if self._core.resumes != self._voted[1] or not self._core.is_paused:
             self._agreement.finish()  # it has resumed, with all ranks
@@ -435,7 +435,7 @@ class RankLease:
 
 
 def _stays_partial(lease: PauseLease) -> bool:
-    """Returns whether a rank lacks weights that no update is bringing, so that none may resume."""
+    """Returns whether a rank lacks weights that no update is bringing; then no rank may resume."""
     return bool(lease.partial) and not lease.begun
 
 

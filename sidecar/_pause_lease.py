@@ -129,8 +129,8 @@ class PauseLeaseWriter:
         is_held = lease.writer_pid != self._pid and is_alive(lease.writer_pid)
         if is_held and lease.until_ns > time.monotonic_ns():
             raise EngineError(
-                f"another sidecar, process {lease.writer_pid}, holds this engine in pause "
-                f"{lease.pause_id}: an engine has one sidecar, stop the other one",
+                f"another sidecar, process {lease.writer_pid}, has paused this engine (pause "
+                f"{lease.pause_id}), and an engine has only one sidecar: stop the other one",
                 code=NackCode.NAME_TAKEN,
             )
         if lease.begun and lease.begun != "adapter" and not partial:

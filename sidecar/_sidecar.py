@@ -138,7 +138,7 @@ class Sidecar:
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
         self._cancelled: SwapStaged | ReceiveChunk | None = None  # the last call that was cancelled
         self._cache_run, self._departure = CacheRun(engine), Departure()
-        self._closing = self._is_frozen = False  # frozen: the core
+        self._closing = self._is_frozen = False  # whether the core is frozen
         self._ended, self._changed = asyncio.Event(), asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -168,7 +168,7 @@ class Sidecar:
             left = self.engine.abandoned_pause()
             found = None
             if left is not None:
-                with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
+                with answers_within(START_ANSWER_S, "the paused engine"):
                     found = await self._lease_writer.take_over(left, scheduler.now_ms())
             self.session.admission.closed |= self.info.booted_closed  # opened after the join
             self._peer = PeerClient(
@@ -307,7 +307,7 @@ class Sidecar:
         """Ends this sidecar, so that its supervisor restarts it and its stuck engine."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
-        self.death = f"stuck, and needs a restart: {reason}"
+        self.death = f"the engine is stuck, and needs a restart: {reason}"
         self._client.note(Note("restart_asked", "error", {"reason": reason}))
         self._ended.set()
 

@@ -1,8 +1,8 @@
 """The interface between a sidecar and its engine.
 
-An adapter implements :class:`Engine` for one kind of engine. It has no timeouts, makes no retries,
-and does not know fencing epochs: the session machine (:mod:`bus._protocol.engine.session`) decides
-which call may be made when. The sidecar makes one call at a time, with two exceptions.
+An adapter implements :class:`Engine` for one kind of engine. It has no timeouts, no retries and no
+fencing epochs: the session machine (:mod:`bus._protocol.engine.session`) decides which call may be
+made when. The sidecar makes one call at a time, with two exceptions.
 :meth:`Engine.in_flight`, :meth:`Engine.died` and :meth:`Engine.call_off` may run during any other
 call. :meth:`Engine.request_ids` and a second :meth:`Engine.pause` may run during a ``wait`` pause.
 """
@@ -30,7 +30,7 @@ from sidecar._shared_pages.pause_lease import AbandonedPause, LeaseOutcome, Paus
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# With what an engine of one's own is given and returns.
+# Also the types that an engine of one's own gets and returns.
 __all__ = [
     "AbandonedPause",
     "CoreStatusView",
@@ -96,7 +96,7 @@ class EngineInfo(EngineProperties, frozen=True):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What a sidecar calls on an engine; each kind of engine has an adapter.
+    """The calls that a sidecar makes on an engine; each kind of engine has an adapter.
 
     There are adapters for vLLM's ``AsyncLLM``, for its API server, and for the embedded engine.
     Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError` if the engine
@@ -252,19 +252,19 @@ class Engine(Protocol):
         """Makes the engine report the loaded weights as ``version`` from now on.
 
         Args:
-            version: the new version; in a catch-up the group's, which is the one already served, or
-                an earlier one if this engine has committed alone.
+            version: the new version. In a catch-up it is the group's version, which may equal the
+                served one, or be older if this engine has committed alone.
         """
 
     async def call_off(self) -> None:
-        """Cancels a swap, unless all ranks have agreed; or a staged receive of vLLM's."""
+        """Cancels a swap, unless all ranks have agreed to it; or a staged receive of vLLM's."""
 
 
 def unsupported(operation: UpdateOperation) -> EngineError:
     """Returns the refusal of an operation that an engine lacks."""
     match operation:
         case Drain(backend=backend):
-            text = f"this engine has no {backend} transport to drain"
+            text = f"this engine has no {backend} transport that could be drained"
             return EngineError(text, code=NackCode.TRANSFER_FAILED)
         case Extend():
             text = "this engine takes all tensors of an update at once"

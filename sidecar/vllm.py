@@ -1,6 +1,6 @@
-"""What a process that runs vLLM imports.
+"""The names that a process with vLLM imports.
 
-The names in ``__all__`` are imported at first use: vLLM's API server needs the middleware alone.
+Each name is imported at its first use, because vLLM's API server needs only the middleware.
 """
 
 from __future__ import annotations

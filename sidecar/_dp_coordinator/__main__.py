@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--dp-group", required=True, help="The DP group's name on the bus.")
-@click.option("--size", type=click.IntRange(1, 65_536), required=True, help="Its ranks.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Bind there.")
-@click.option("--broker", default="", metavar="ADDRESS", help="Ask this broker, if it is there.")
+@click.option("--size", type=click.IntRange(1, 65_536), required=True, help="How many ranks.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--broker", default="", metavar="ADDRESS", help="The broker; without one, decide alone."
+)
 @click.option("--group", default="policy", show_default=True, help="The group on the bus.")
 @log_options
 def coordinator(**place: Any) -> None:

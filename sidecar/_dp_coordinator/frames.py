@@ -18,13 +18,15 @@ two bytes, little endian; a plain number is accepted as well. Reports are vLLM's
 ``EngineCoreOutputs``. They are longer in later versions and shorter in earlier ones, so
 their other elements are ignored.
 
-Decoding is strict and bounded. Callers drop frames that can't be decoded.
+Decoding is strict and bounded. Callers drop frames that can't be decoded
+(:func:`bad_frames_logged`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -33,7 +35,9 @@ from bus._protocol.dp.coordinator import Publish, StartCores
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+T = TypeVar("T")
 
 SUBSCRIBE: Final = b"\x01"
 UNSUBSCRIBE: Final = b"\x00"
@@ -89,6 +93,19 @@ class CoreReport:
     started: int | None = None
 
 
+@contextlib.contextmanager
+def bad_frames_logged(log: Any) -> Iterator[None]:
+    """Drops a frame that can't be decoded in a block, and logs the reason.
+
+    Args:
+        log: the logger of the receiving process.
+    """
+    try:
+        yield
+    except BadFrame as error:
+        log.warning("bad_frame", detail=str(error))
+
+
 # -- the coordinator's side ----------------------------------------------------------
 
 
@@ -109,10 +126,7 @@ def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool
     frame = _only(parts)
     if frame in (SUBSCRIBE, UNSUBSCRIBE):
         return frame == SUBSCRIBE
-    try:
-        rank, wave = _first_req.decode(frame)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise BadFrame(f"from a front end: {error}") from error
+    rank, wave = _decoded(_first_req, frame, "a front end")
     number = rank if isinstance(rank, int) else int.from_bytes(rank, "little")
     return FirstRequest(_checked(number, size), wave)
 
@@ -127,15 +141,12 @@ def decode_core_frame(parts: Sequence[bytes], size: int) -> CoreReport:
     Raises:
         BadFrame: the message is not a valid report, or its rank does not exist.
     """
-    try:
-        items = _report.decode(_only(parts))
-        rank = _number.decode(items[0])
-        complete, started = (
-            _optional.decode(items[at]) if at < len(items) else None
-            for at in (_COMPLETE_AT, _STARTED_AT)
-        )
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"from a core: {error}") from error
+    items = _decoded(_report, _only(parts), "a core")
+    rank = _decoded(_number, items[0], "a core")
+    complete, started = (
+        _decoded(_optional, items[at], "a core") if at < len(items) else None
+        for at in (_COMPLETE_AT, _STARTED_AT)
+    )
     return CoreReport(_checked(rank, size), complete, started)
 
 
@@ -203,10 +214,7 @@ def decode_frame_to_core(parts: Sequence[bytes]) -> StartCores | None:
         return None
     if len(parts) != len(encode_start_wave(StartCores(0))) or parts[0] != _START:
         raise BadFrame("from the coordinator: neither READY nor START_DP_WAVE")
-    try:
-        return StartCores(*_start.decode(_only(parts[1:])))
-    except (msgspec.DecodeError, ValueError) as error:
-        raise BadFrame(f"from the coordinator: {error}") from error
+    return StartCores(*_decoded(_start, _only(parts[1:]), "the coordinator"))
 
 
 def decode_frame_to_front(parts: Sequence[bytes]) -> Publish:
@@ -218,18 +226,24 @@ def decode_frame_to_front(parts: Sequence[bytes]) -> Publish:
     Raises:
         BadFrame: the message is no status of a wave.
     """
-    try:
-        _, wave, running = _status_decoder.decode(_only(parts))
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"from the coordinator: {error}") from error
+    _, wave, running = _decoded(_status_decoder, _only(parts), "the coordinator")
     return Publish(wave, running)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes | msgspec.Raw, sender: str) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"from {sender}: {error}") from error
 
 
 def _only(parts: Sequence[bytes]) -> bytes:
     if len(parts) != 1:
-        raise BadFrame(f"{len(parts)} frames in one message, expected one")
+        raise BadFrame(f"the message has {len(parts)} parts, expected one")
     if len(parts[0]) > MAX_COORDINATOR_FRAME_BYTES:
-        raise BadFrame(f"{len(parts[0])} bytes, at most {MAX_COORDINATOR_FRAME_BYTES}")
+        raise BadFrame(
+            f"the frame has {len(parts[0])} bytes, more than {MAX_COORDINATOR_FRAME_BYTES}"
+        )
     return parts[0]
 
 

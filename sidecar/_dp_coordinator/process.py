@@ -163,7 +163,7 @@ class DpCoordinatorProcess:
         line = output.readline() if readable else b""
         if not line:
             code = process.poll() if readable else None
-            how = f"ended with exit code {code}" if readable else f"said nothing for {START_S:g} s"
+            how = f"ended with exit code {code}" if readable else f"wrote nothing for {START_S:g} s"
             raise DpCoordinatorFailed(
                 f"the DP coordinator process {process.pid} {how}; its log says why"
             )

@@ -76,9 +76,7 @@ class DpCoordinatorServer:
         self.sockets.core_out.listen(self._on_core_report)
         self._log.info("dp_coordinator_serves", size=self._size, broker=self._broker)
         if not is_loopback(self.sockets.front.address):
-            detail = (
-                "vLLM's cores and front ends have no keys: anyone who reaches it may wake ranks"
-            )
+            detail = "vLLM's processes have no keys: anyone who reaches the address can start waves"
             self._log.warning("insecure", address=self.sockets.front.address, detail=detail)
         if self._peer is not None:
             self._peer.start()
@@ -98,38 +96,27 @@ class DpCoordinatorServer:
 
     def _on_front(self, parts: list[bytes]) -> None:
         now_ms = self._scheduler.now_ms()
-        try:
+        with frames.bad_frames_logged(self._log):
             said = frames.decode_front_frame(parts, self._size)
-        except frames.BadFrame as error:
-            self._on_bad_frame(error)
-            return
-        if isinstance(said, frames.FirstRequest):
-            effects = self.machine.first_req(said.rank, said.wave, now_ms, broker=self._is_joined())
-            self._perform(effects)
-        elif said:
-            self._perform(self.machine.on_front_subscribed(now_ms))
+            if isinstance(said, frames.FirstRequest):
+                joined = self._is_joined()
+                self._perform(self.machine.first_req(said.rank, said.wave, now_ms, broker=joined))
+            elif said:
+                self._perform(self.machine.on_front_subscribed(now_ms))
 
     def _on_core_subscription(self, parts: list[bytes]) -> None:
-        try:
+        with frames.bad_frames_logged(self._log):
             if frames.is_core_subscription(parts):
                 self._perform(self.machine.on_core_subscribed())
-        except frames.BadFrame as error:
-            self._on_bad_frame(error)
 
     def _on_core_report(self, parts: list[bytes]) -> None:
         now_ms = self._scheduler.now_ms()
-        try:
+        with frames.bad_frames_logged(self._log):
             report = frames.decode_core_frame(parts, self._size)
-        except frames.BadFrame as error:
-            self._on_bad_frame(error)
-            return
-        if report.complete is not None:
-            self._perform(self.machine.complete(report.complete, now_ms))
-        if report.started is not None:
-            self._perform(self.machine.on_started(report.started, report.rank, now_ms))
-
-    def _on_bad_frame(self, error: frames.BadFrame) -> None:
-        self._log.warning("bad_frame", detail=str(error))
+            if report.complete is not None:
+                self._perform(self.machine.complete(report.complete, now_ms))
+            if report.started is not None:
+                self._perform(self.machine.on_started(report.started, report.rank, now_ms))
 
     # -- the bus -------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Helps to start a child process: finds a port, and ends the child with its parent."""
+"""Finds a free port for a child process, and makes the child end with its parent."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
                 continue
             return port
     raise EngineError(f"no free port on {host} between {_FIRST_PORT} and {_FIRST_PORT + _PORTS}")
+
+
+def long_options(argv: Sequence[str]) -> dict[str, str]:
+    """Returns a command's ``--long`` options by name, with their values; empty for flags."""
+    found: dict[str, str] = {}
+    for index, argument in enumerate(argv):
+        if not argument.startswith("--") or argument == "--":
+            continue
+        name, equals, value = argument[2:].partition("=")
+        if not equals and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
+            value = argv[index + 1]
+        found[name.replace("_", "-")] = value
+    return found
 
 
 def with_reaper(argv: Sequence[str], grace_s: float) -> list[str]:

@@ -26,14 +26,13 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import bus.log
 from bus.errors import EngineError, UsageError
 from bus.messages import NackCode
-from sidecar._supervision.launch import SUPERVISED, free_port, with_reaper
+from sidecar._supervision.launch import SUPERVISED, free_port, long_options, with_reaper
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
-_SYNC_INTERVAL: Final = "--dp-sync-interval"
+_SYNC_INTERVAL: Final = "dp-sync-interval"
 # vLLM's default is 16. See docs/gpu.md for what it costs.
 SYNC_STEPS: Final = 4
 # Longer than a rank's sidecar gives its server, so that the server ends with its rank.
@@ -145,15 +144,14 @@ def with_sync_interval(command: Sequence[str], vllm: SourceTree | None) -> tuple
     Args:
         vllm: the source of the server's vLLM; None: unknown. An old one lacks the option.
     """
-    given = {argument.partition("=")[0].replace("_", "-") for argument in command}
     known = vllm is not None and "dp_sync_interval" in vllm.text("vllm.config.parallel")
-    if _SYNC_INTERVAL in given or not known:
+    if _SYNC_INTERVAL in long_options(command) or not known:
         return tuple(command)
-    return (*command, _SYNC_INTERVAL, str(SYNC_STEPS))
+    return (*command, f"--{_SYNC_INTERVAL}", str(SYNC_STEPS))
 
 
 def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Splits ``--port`` off a vLLM server's command: each rank needs its own port.
+    """Removes ``--port`` from a vLLM server's command, because each rank needs its own port.
 
     Args:
         command: the command, as the user gave it.
@@ -180,7 +178,7 @@ def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
         else:
             rest.append(argument)
     if not port.isdigit():
-        raise UsageError(f"--port {port}: not a number")
+        raise UsageError(f"--port {port}: must be a number")
     return tuple(rest), int(port)
 
 
@@ -191,14 +189,10 @@ def serving_host(command: Sequence[str], embedded: str) -> str:
         command: the command of a vLLM server; empty for the embedded engine.
         embedded: the address of the embedded engine.
     """
-    host = "127.0.0.1" if command else embedded
-    for argument, value in zip_longest(command, command[1:], fillvalue=""):
-        name, equals, given = argument.partition("=")
-        if name in ("--port", "--uds"):
-            return ""
-        if name == "--host":
-            host = given if equals else value
-    return host
+    options = long_options(command)
+    if {"port", "uds"} & options.keys():
+        return ""
+    return options.get("host", "127.0.0.1" if command else embedded)
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -261,7 +255,7 @@ class RankSupervisor:
             self._log.error("rank_ended", dp_rank=rank, exit_code=code, generation=self.generation)
             await self._end()
             if code == _USAGE:
-                raise UsageError(f"rank {rank} refused its options; see above")
+                raise UsageError(f"rank {rank} refused its options; its error is in the log above")
             if failures > self._restarts:
                 raise EngineError(
                     f"DP group {self.plan.dp_group} died {failures} times in a row, last with "

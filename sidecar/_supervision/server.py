@@ -26,7 +26,7 @@ from bus._locked_paths import LockedFolder
 from bus._net import WILDCARDS, http_url, is_loopback_host
 from bus._vllm.payloads import UNSUPPORTED
 from bus.errors import EngineDead, EngineError, UsageError
-from sidecar._supervision.launch import free_port, with_reaper
+from sidecar._supervision.launch import free_port, long_options, with_reaper
 from sidecar._vllm.plugin import environment
 from sidecar._vllm.plugin.compat import BACKEND
 from sidecar._vllm.plugin.front_end import DataRoutesOnly
@@ -94,10 +94,10 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
             "no command: give one, such as python -m "
             "vllm.entrypoints.openai.api_server --model MODEL"
         )
-    options = _options(argv)
+    options = long_options(argv)
     added: list[str] = []
     if "uds" in options:
-        raise UsageError("--uds: the sidecar reaches its server by TCP; leave it out")
+        raise UsageError("--uds: the sidecar reaches its server only by TCP; leave --uds out")
     host = options.get("host")
     if host is None:
         host = "127.0.0.1"
@@ -110,7 +110,7 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
         port = str(free_port(host))
         added += ["--port", port]
     elif not port.isdigit():
-        raise UsageError(f"--port {port}: not a number")
+        raise UsageError(f"--port {port}: must be a number")
     added += _transfer_options(options)
     if not {"enable-scale-out", "no-enable-scale-out"} & set(options):
         added.append("--enable-scale-out")
@@ -132,12 +132,15 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
         UsageError: the server's routes would not be protected.
     """
     if env.get(RUST_FRONT_END, "0") != "0":
-        raise UsageError(f"--host {host}: with {RUST_FRONT_END} its RL routes can't be kept here")
+        raise UsageError(
+            f"--host {host}: with {RUST_FRONT_END} other hosts could use the RL routes: unset it, "
+            "or listen on 127.0.0.1"
+        )
     if not api_key and env.get(INSECURE_VARIABLE) != "1":
         raise UsageError(
-            f"--host {host}: whoever reaches it could generate there: set {API_KEY_VARIABLE} for "
-            "the server and its clients, or, on a network that only you can reach, "
-            f"{INSECURE_VARIABLE}=1"
+            f"--host {host}: any client that reaches the server could generate there: set "
+            f"{API_KEY_VARIABLE} for the server and its clients or, on a network that only you can "
+            f"reach, {INSECURE_VARIABLE}=1"
         )
     return ["--middleware", f"{DataRoutesOnly.__module__}.{DataRoutesOnly.__name__}"]
 
@@ -196,7 +199,7 @@ class SupervisedServer:
             EngineError: the server was not healthy in time, and was stopped.
         """
         if self._process is not None:
-            raise EngineError("this server was started before")
+            raise EngineError("start() can be called only once")
         self._pages = pages = LockedFolder(_PAGES_PREFIX, environment.memory_folder())
         # A thread's end counts as the parent's death: start only from the main thread's loop.
         self._process = process = subprocess.Popen(  # noqa: S603, ASYNC220 - the user's command; forking is quick
@@ -221,7 +224,7 @@ class SupervisedServer:
         """Waits until the server has ended, and returns its exit code in words."""
         process = self._process
         if process is None:
-            raise EngineError("start() comes first")
+            raise EngineError("the server is not started: call start() first")
         await anyio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
         return self._reason(process)
 
@@ -286,28 +289,17 @@ class SupervisedServer:
                         pass  # not listening yet
                     await anyio.sleep(HEALTH_PERIOD_S)
             raise EngineDead(f"{self._reason(process)}{self._tail()}")
-        raise EngineError(f"not healthy within {self._ready_timeout_s:g} s{self._tail()}")
+        raise EngineError(
+            f"the server was not healthy within {self._ready_timeout_s:g} s{self._tail()}"
+        )
 
     def _reason(self, process: subprocess.Popen[bytes]) -> str:
-        return f"the server (guard {process.pid}) ended with exit code {process.returncode}"
+        return f"the server (reaper {process.pid}) ended with exit code {process.returncode}"
 
     def _tail(self) -> str:
         if self._reader is not None and self._process is not None and self._process.returncode:
             self._reader.join(REAPER_EXTRA_S)
         return "; its last lines:\n" + "\n".join(self._last) if self._last else ""
-
-
-def _options(argv: Sequence[str]) -> dict[str, str]:
-    """Returns a command's ``--long`` options by name, with their values; empty for flags."""
-    found: dict[str, str] = {}
-    for index, argument in enumerate(argv):
-        if not argument.startswith("--") or argument == "--":
-            continue
-        name, equals, value = argument[2:].partition("=")
-        if not equals and index + 1 < len(argv) and not argv[index + 1].startswith("--"):
-            value = argv[index + 1]
-        found[name.replace("_", "-")] = value
-    return found
 
 
 def _transfer_options(options: Mapping[str, str]) -> list[str]:

@@ -176,12 +176,12 @@ class ChunkReceiver:
         coming = self._chunks.get(seq)
         if coming is None:
             found = f"only {sorted(self._chunks)}" if self._chunks else "nothing"
-            raise wrong_state(f"chunk {seq} is asked for, but {found} is staged")
+            raise wrong_state(f"chunk {seq} is requested, but {found} was received")
         self._wait_for(seq)
         try:
             tensors = coming.result()
         except CancelledError:
-            raise transfer_failed(f"chunk {seq} was given up before it had come") from None
+            raise transfer_failed(f"chunk {seq} was cancelled before it arrived") from None
         made = self.receiver is not None and self.receiver.is_owned
         if self._stream is not None and made and not isinstance(tensors, ReceivedChunk):
             here = torch.cuda.current_stream(self._device)
@@ -210,7 +210,7 @@ class ChunkReceiver:
             return self._copies(tensors, copy=not copied)
         except torch.OutOfMemoryError as error:
             raise transfer_failed(
-                f"{self._device} has no room for a copy of chunk {seq}: lower chunk_bytes"
+                f"{self._device} has no memory for a copy of chunk {seq}: lower chunk_bytes"
             ) from error
 
     def clear(self) -> None:

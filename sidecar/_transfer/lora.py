@@ -29,7 +29,8 @@ class IncomingAdapter:
         params: the parameters of that backend's sender.
 
     Raises:
-        EngineError: code ``malformed``: the name is invalid; ``transfer_failed``: ``params`` is.
+        EngineError: code ``malformed``: the name is invalid; ``transfer_failed``: ``params`` are
+            invalid.
     """
 
     def __init__(self, name: str, params: bytes) -> None:
@@ -41,15 +42,15 @@ class IncomingAdapter:
         try:
             config = json.loads(init.config)
         except ValueError as error:
-            raise transfer_failed(f"the config of {name}: {error}") from error
+            raise transfer_failed(f"the config of adapter {name} is not JSON: {error}") from error
         if not isinstance(config, dict):
-            raise transfer_failed(f"the config of {name}: not a JSON object")
+            raise transfer_failed(f"the config of adapter {name} is not a JSON object")
         self.config: dict[str, Any] = config
         self.backend, self.params = init.backend, init.params
         self._tensors: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Drops the tensors that an update which failed has left."""
+        """Drops the tensors of an earlier update that has failed."""
         self._tensors = {}
 
     def add(self, received: Tensors) -> None:

@@ -43,11 +43,13 @@ def staging_capacity(
     """
     why_not = ""
     if staging.budget_bytes and needed_bytes > staging.budget_bytes:
-        why_not = f"staging takes {_size(needed_bytes)}, and may take {_size(staging.budget_bytes)}"
+        limit = _size(staging.budget_bytes)
+        why_not = f"staging takes {_size(needed_bytes)}, and the update's limit is {limit}"
     elif needed_bytes > held_bytes:
         free_bytes = held_bytes + int(free_memory(device) * (1 - SPARED))
         if needed_bytes > free_bytes:
-            why_not = f"staging takes {_size(needed_bytes)}, and {_size(free_bytes)} can be had"
+            free = _size(free_bytes)
+            why_not = f"staging takes {_size(needed_bytes)}, and only {free} are available"
     return StagingCapacity(needed_bytes, why_not)
 
 
@@ -70,7 +72,7 @@ def free_memory(device: torch.device) -> int:
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return min(int(rest.split()[0]) * 1024, *_left_in_cgroups(), 2**63)
-    raise EngineError(f"{_MEMORY_INFO} does not tell how much memory is available")
+    raise EngineError(f"{_MEMORY_INFO} has no MemAvailable, so the free memory is unknown")
 
 
 def _left_in_cgroups() -> Iterator[int]:

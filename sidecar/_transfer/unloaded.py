@@ -1,4 +1,4 @@
-"""Compares tensors that an update brings and no engine loads with what the engine has instead.
+"""Compares an update's tensors that no engine loads with the engine's own values.
 
 Some tensors of a checkpoint have no parameter of their own:
 
@@ -74,35 +74,35 @@ class UnloadedTensors:
             )
 
     def has_checked(self, names: Collection[str]) -> bool:
-        """Returns whether :meth:`check` has had the head and the embeddings among these names."""
+        """Returns whether :meth:`check` has got the head and the embeddings among these names."""
         compared = {name for name in names if name == self.head or name.endswith(EMBEDDINGS)}
         return not self._compares_head or compared <= self._sums.keys()
 
     def _check_frequencies(self, name: str, sent: torch.Tensor) -> None:
         own = self._frequencies(name)
         if own is None:
-            raise refused(name, "can't be compared with what this engine computes: leave it out")
+            raise refused(name, "can't be compared with this engine's values: leave the tensor out")
         least = max(torch.finfo(each.dtype).eps for each in (own, sent))
         found, own = sent.float().flatten().cpu(), own.float().flatten().cpu()
         same = found.shape == own.shape
         if not same or not torch.allclose(found, own, rtol=_ROUNDINGS * least, atol=0.0):
             raise refused(
                 name,
-                "is not what this engine computes from its configuration, and would be lost: give "
-                "engines the trainer's configuration, or leave it out",
+                "differs from the values that this engine computes from its configuration, and "
+                "would be lost: give engines the trainer's configuration, or leave the tensor out",
             )
 
 
 class CheckedLoading:
-    """Passes what a transport receives to a loader, and stops loading where it or a check fails.
+    """Passes received tensors to a loader until the loader or a check fails.
 
-    For transports that receive and load in one call. Whoever left this call half-way, or failed as
-    soon as it returned, would take the others' collective away: that of its peers, of other engines
-    and of the trainer. So a failure ends the loading and not the receiving, and
-    :meth:`require_loaded` raises it at the end of the update, when everybody has received all.
+    Used for transports that receive and load in one call. A worker that left this call half-way, or
+    failed right after it, would leave its peers, other engines and the trainer alone in their
+    collective. So a failure ends the loading but not the receiving. :meth:`require_loaded` raises
+    it at the end of the update, when all have received everything.
 
     Args:
-        unloaded: checks the tensors of one update. That of a tied head is not passed on.
+        unloaded: checks the tensors of one update. A tied head's tensor is not passed on.
 
     Attributes:
         loader: the loader.
@@ -114,7 +114,7 @@ class CheckedLoading:
         self._error: Exception | None = None
 
     def load(self, received: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Checks and loads tensors, and returns what the loader returns; an empty set if it fails.
+        """Checks and loads tensors; returns the loader's result, or an empty set after a failure.
 
         Args:
             received: names and tensors. A list is loaded whole or not at all; the tensors of
@@ -127,7 +127,7 @@ class CheckedLoading:
                 return set()
             return self._load(loadable)
         loaded = self._load(checked)
-        for _ in checked:  # what the loader has left is received, too
+        for _ in checked:  # receives the tensors that the loader has left
             pass
         return loaded
 
@@ -139,7 +139,7 @@ class CheckedLoading:
             return set()
 
     def require_checked(self, names: Collection[str]) -> None:
-        """Fails the update if a head that was received has not come by :meth:`load`.
+        """Fails the update if a received head was not passed to :meth:`load`.
 
         Args:
             names: of the tensors that were received.
@@ -148,11 +148,11 @@ class CheckedLoading:
             self._error = refused(
                 self._unloaded.head,
                 "could not be compared with the embeddings, to which this engine's head is tied: "
-                "leave it out",
+                "leave the tensor out",
             )
 
     def require_loaded(self) -> None:
-        """Raises what has kept tensors from being loaded, if anything; once.
+        """Raises the first failure of a load or check, if there was any, and forgets it.
 
         Raises:
             EngineError: as :meth:`UnloadedTensors.check`.

@@ -185,12 +185,12 @@ def _compare(
     found: tuple[int, ...],
 ) -> None:
     if len(found) != len(sums):
-        raise wrong_state(f"{len(sums)} sums to verify {len(found)} tensors of chunk {seq}")
+        raise wrong_state(f"chunk {seq} has {len(found)} tensors, but {len(sums)} checksums")
     place = first_difference(sums, found)
     if place is not None:
         name = received[place][0]
         raise EngineError(
-            f"{name}, in chunk {seq}, is not what was sent: sum {found[place]:016x}, "
+            f"{name}, in chunk {seq}, is not what was sent: its checksum is {found[place]:016x}, "
             f"expected {sums[place]:016x}",
             code=NackCode.CHECKSUM_MISMATCH,
             tensor=name,

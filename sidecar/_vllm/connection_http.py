@@ -288,9 +288,9 @@ class HttpConnection(VllmHttpClient):
         if not allow_remote and not self.is_local:
             raise UsageError(
                 f"{host} is not a loopback address, and the server's API key does "
-                "not cover its RL routes: any client that reaches the server can pause it and replace "
-                "its weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
-                "allow_remote=True on a network that only you can reach"
+                "not cover its RL routes: any client that reaches the server can pause it and "
+                "replace its weights. Run the sidecar beside the server, bound to 127.0.0.1, or "
+                "pass allow_remote=True on a network that only you can reach"
             )
         self.name = f"the server at {self._url}"
         self.ends_with_sidecar = server is not None

@@ -69,7 +69,8 @@ class AdapterRoutes:
         cards = {card["id"]: card.get("parent") for card in json.loads(text)["data"]}
         if name in cards and cards[name] is None:
             raise EngineError(
-                f"{name!r} is the name of the model that the server serves: give the adapter another name",
+                f"{name!r} is the name of the model that the server serves: give the adapter "
+                "another name",
                 code=NackCode.MALFORMED,
             )
         self._known, self._removed = name in cards, False

@@ -436,7 +436,7 @@ def test_failed_load_is_recovered_by_a_whole_update(
             await faulty.chunk(0)
         assert await ways(under_test.llm) == {way}
         # Whatever is tried next says what is wrong, and breaks nothing further.
-        with pytest.raises(EngineError, match="but nothing is staged"):
+        with pytest.raises(EngineError, match="but nothing was received"):
             await steps(engine).load(1)
         with pytest.raises(EngineError, match="session is open"):
             await steps(engine).start_update(recover=False)
@@ -485,7 +485,7 @@ def test_a_failed_load_before_any_other_leaves_the_session_usable(under_test: In
         await steps(engine).arm(manifest)
         await engine.pause("keep", clear_cache=True)
         await steps(engine).start_update(recover=False)
-        with pytest.raises(EngineError, match="but nothing is staged"):
+        with pytest.raises(EngineError, match="but nothing was received"):
             await steps(engine).load(0)
         for seq in range(manifest.chunks):
             await push.chunk(seq)

@@ -125,14 +125,14 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
     memory = stager._target.staged.memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
     assert stager._target.staged.memory.released_bytes == needed
-    assert "can be had" in stager.capacity(armed(), is_partial=False).why_not
+    assert "are available" in stager.capacity(armed(), is_partial=False).why_not
     spare = needed
     assert not stager.capacity(armed(), is_partial=False).why_not
     assert asked == 1
     small = Staging(required=False, budget_bytes=needed - 1, keep=False, clear_cache=True)
     assert "may take" in stager.capacity(armed(small), is_partial=False).why_not
     memory.tensors = {}
-    assert "can be had" in stager.capacity(armed(), is_partial=False).why_not
+    assert "are available" in stager.capacity(armed(), is_partial=False).why_not
 
 
 def test_who_was_laid_out_anew_when_it_began_has_room_again_as_it_is_loaded() -> None:

@@ -7,7 +7,6 @@ runs, the front end sends FIRST_REQ, so that the coordinator starts a wave at th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from sidecar._embedded.parallel.liveness import RankLiveness
 from sidecar._embedded.parallel.waves import RankWaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
     from typing import Any
 
     from sidecar._embedded.model import ModelRunner
@@ -75,7 +74,7 @@ class DpRank:
             facts: what must be equal on all ranks, by name, such as the network's sizes.
 
         Returns:
-            What connects the model to the experts on other ranks.
+            The exchange that connects the model to the experts on other ranks.
 
         Raises:
             EngineError: the others did not come, or differ.
@@ -125,7 +124,7 @@ class DpRank:
         """Begins to watch the lease of this rank's pause, after :meth:`make_core`.
 
         Args:
-            updater: what carries out the core's updates.
+            updater: carries out the core's updates.
         """
         assert self._core is not None
         self._lease = EmbeddedLease(self.options, self._core, updater, self._store)
@@ -158,10 +157,9 @@ class DpRank:
         return wave
 
     async def explain(self, reason: str) -> str | None:
-        """Finds out whether this rank's core died by itself.
+        """Finds out whether this rank's core died by itself, and if so, announces that.
 
-        If it did, the method announces that to the other ranks. A core also dies when another rank
-        is gone; ``lost`` is then called with that reason.
+        A core also dies when another rank is gone; ``lost`` is then called with that reason.
 
         Args:
             reason: how the core died.
@@ -177,7 +175,7 @@ class DpRank:
         return None
 
     def leave(self) -> None:
-        """Announces to the other ranks that this one closes, and is not dead."""
+        """Announces to the other ranks that this rank closes, and is not dead."""
         self._liveness.leave()
 
     async def close(self) -> None:
@@ -241,24 +239,17 @@ class DpRank:
         self._in_loop(lambda: self._lost(reason))
 
     def _on_front(self, parts: list[bytes]) -> None:
-        with self._checked():
+        with frames.bad_frames_logged(self._log):
             status = frames.decode_frame_to_front(parts)
             self._wave, self._running = status.wave, status.running
 
     def _on_core(self, parts: list[bytes]) -> None:
-        with self._checked():
+        with frames.bad_frames_logged(self._log):
             message = frames.decode_frame_to_core(parts)
             if message is None:
                 self._ready.set()
             elif self._core is not None:
                 self._core.start_wave(message.wave, message.excluded)
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        try:
-            yield
-        except frames.BadFrame as error:
-            self._log.warning("bad_frame", detail=str(error))
 
     def _report(self, report: frames.CoreReport) -> None:
         """Sends a report of the core; called in the core's thread."""

@@ -45,7 +45,7 @@ def test_an_update_that_failed_leaves_nothing_in_the_next() -> None:
     [
         ("a/b", params(), NackCode.MALFORMED, "adapter='a/b'"),
         ("mine", b"", NackCode.TRANSFER_FAILED, "AdapterInit"),
-        ("mine", params(b"{"), NackCode.TRANSFER_FAILED, "config of mine"),
+        ("mine", params(b"{"), NackCode.TRANSFER_FAILED, "config of adapter mine"),
         ("mine", params(b"[]"), NackCode.TRANSFER_FAILED, "not a JSON object"),
     ],
 )
