@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from bus._runtime.interfaces import ClientTransport, Scheduler
+    from bus._runtime.interfaces import ClientTransport
     from bus.messages import PdRole
     from bus.operations import ReceiveChunk, SwapStaged
     from sidecar.engine import Engine, EngineInfo
@@ -92,7 +92,6 @@ class Sidecar:
         broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: whether to go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
         transport: replaces the ZeroMQ connection to ``broker``, in tests.
-        scheduler: replaces the timers of the running event loop, in tests.
         link_config: timeouts of the link to the broker.
 
     Raises:
@@ -115,7 +114,6 @@ class Sidecar:
         broker_key: Path | str | None = None,
         insecure: bool = False,
         transport: ClientTransport | None = None,
-        scheduler: Scheduler | None = None,
         link_config: LinkConfig | None = None,
     ) -> None:
         self.engine = engine
@@ -130,7 +128,7 @@ class Sidecar:
         self.death = ""
         self._broker = broker
         self._security = security(key, broker_key, insecure=insecure)
-        self._transport, self._scheduler, self._link_config = transport, scheduler, link_config
+        self._transport, self._link_config = transport, link_config
         self._peer: PeerClient | None = None
         self._tasks = SupervisedTasks(self._on_task_failed)
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
@@ -164,7 +162,7 @@ class Sidecar:
                 dp_size=self.info.dp_size,
             )
             self._lease_writer = PauseLeaseWriter(self.engine, self.session, self.dp_group)
-            scheduler = self._scheduler or AsyncioScheduler()
+            scheduler = AsyncioScheduler()
             left = self.engine.abandoned_pause()
             found = None
             if left is not None:

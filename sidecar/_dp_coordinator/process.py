@@ -21,7 +21,7 @@ import msgspec
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 START_S: Final = 60.0
 STOP_S: Final = 5.0
@@ -59,7 +59,6 @@ class DpCoordinatorProcess:
         host: the address on which the DP coordinator listens.
         broker: the broker's address; empty: the DP coordinator decides alone.
         group: the group on the bus that the DP group belongs to.
-        env: the process's environment.
         on_death: called with the exit code, in a thread, if the process ends without :meth:`stop`,
             :meth:`terminate` or :meth:`kill`.
 
@@ -75,20 +74,19 @@ class DpCoordinatorProcess:
         host: str = "127.0.0.1",
         broker: str = "",
         group: str = "policy",
-        env: Mapping[str, str] = os.environ,
         on_death: Callable[[int], None] = lambda _code: None,
     ) -> None:
         self.name = f"wavebus_coordinator_{dp_group}"
         self._owner = os.getpid()
         self._stopping = False
         self._on_death = on_death
-        path = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH", "")]))
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             [
                 *(sys.executable, "-m", "sidecar._dp_coordinator", "--dp-group", dp_group),
                 *("--size", str(size), "--host", host, "--broker", broker, "--group", group),
             ],
-            env={**env, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -180,9 +180,6 @@ class DpCoordinatorServer:
                     bus.log.write(self._log, effect)
                 case _:
                     pass  # a message to the broker, which is not connected
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
         if not self._closed:
             self._alarm.ring_by(self.machine.next_deadline_ms())
 

@@ -23,7 +23,7 @@ _SUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "use_sliding_window": (False,),
 }
 _MIXTURE: Final = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# Of names that differ between releases of transformers: the newer or older one, and ours.
+# Names of other releases of transformers, and the names used here.
 _OTHER_NAMES: Final = {"num_local_experts": "num_experts", "torch_dtype": "dtype"}
 
 
@@ -44,7 +44,7 @@ def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
     except (OSError, ValueError) as error:
         raise UsageError(f"model={folder}: can't read {path.name}: {error}") from error
     if not isinstance(raw, dict):
-        raise UsageError(f"{path}: must be a JSON object")
+        raise UsageError(f"{path} must contain a JSON object")
 
     def unsupported(field: str, detail: str) -> UsageError:
         return UsageError(f"{path}: {field}: {detail} is not supported by the embedded engine")

@@ -27,6 +27,7 @@ A core that steps together with others is a :class:`sidecar._embedded.parallel.c
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import Future
@@ -243,9 +244,8 @@ class EngineCore:
         def run() -> None:
             raise EngineDead(reason)
 
-        with self._actions_lock:
-            if not self._gone:
-                self._actions.put(run)
+        with contextlib.suppress(EngineDead):
+            self._put(run)
 
     # Called in the core's thread, from control calls
 
@@ -256,7 +256,7 @@ class EngineCore:
             EngineError: code ``wrong_state``.
         """
         if self._mode is None or self._pausing:
-            raise wrong_state(f"{what} needs a paused engine, and this one is not")
+            raise wrong_state(f"{what} needs a paused engine, and this engine is not paused")
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives the model's memory back to the system.
@@ -266,7 +266,7 @@ class EngineCore:
         """
         self.require_paused("sleep")
         if self._scheduler.running:
-            raise wrong_state("sleep: the pause has kept keys and values")
+            raise wrong_state("sleep needs a pause that drops the caches, and this pause kept them")
         self.memory.sleep(level)
 
     def resume(self) -> None:
@@ -294,16 +294,16 @@ class EngineCore:
     # Overridden by a core in lockstep
 
     def _on_request(self, wave: int) -> None:
-        """Is called when a request has been queued."""
+        """Reacts to a request that was queued."""
 
     def _on_rejected(self, wave: int) -> None:
-        """Is called when a request has been rejected."""
+        """Reacts to a request that was rejected."""
 
     def _on_pause_requested(self) -> None:
-        """Is called when a pause has been requested."""
+        """Reacts to the request of a pause."""
 
     def _has_step(self) -> bool:
-        """Returns whether there is a step to make."""
+        """Returns whether the core must make a step."""
         return self._may_step()
 
     def _is_quiet(self) -> bool:
@@ -334,9 +334,8 @@ class EngineCore:
             self._abort(lambda _: True)
             self._stopping = True
 
-        with self._actions_lock:
-            if not self._gone:
-                self._actions.put(leave)
+        with contextlib.suppress(EngineDead):
+            self._put(leave)
 
     def _run(self) -> None:
         try:

@@ -36,8 +36,9 @@ def probe_requests(
     for number, prompt in enumerate(prompts):
         if max(prompt) >= vocab_size or len(prompt) + max_tokens > max_len:
             raise EngineError(
-                f"probe {number}: {len(prompt)} tokens up to {max(prompt)}, and {max_tokens} more; "
-                f"the model has {vocab_size} tokens and {max_len} positions",
+                f"probe {number} has {len(prompt)} tokens with ids up to {max(prompt)}, and "
+                f"generates {max_tokens} more; the model has a vocabulary of {vocab_size} and "
+                f"{max_len} positions",
                 code=NackCode.MALFORMED,
             )
     params = SamplingParams(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Size: TypeAlias = Annotated[int, Meta(ge=1)]
 Rope: TypeAlias = tuple[Tensor, Tensor]
 
-# What Hugging Face calls the fields of Qwen3Config, where the names differ.
+# Hugging Face's names for fields of Qwen3Config, where they differ.
 _MIXTURE_NAMES: Final = {
     "experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
@@ -118,7 +118,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
 
 
 class Attend(Protocol):
-    """A function that computes attention, over keys and values that the caller keeps."""
+    """A function that computes attention over keys and values that its owner keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns the attention's result for each query, in the shape of ``query``.

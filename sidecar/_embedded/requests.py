@@ -1,4 +1,4 @@
-"""Requests of the embedded engine: what a caller asks for, and what it gets back."""
+"""Requests of the embedded engine, and their output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Publish: TypeAlias = "Callable[[list[Delta]], None]"
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Says which version of the weights has sampled a range of output tokens.
+    """The version of the weights that has sampled a range of output tokens.
 
     Attributes:
         version: the version.

@@ -48,7 +48,7 @@ from sidecar._transfer.unloaded import UnloadedTensors
 from sidecar._transfer.verification import check_room, check_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from bus._manifest import Manifest, TensorMeta
     from bus._weight_transfer.packing import Tensors
@@ -58,53 +58,12 @@ if TYPE_CHECKING:
     from sidecar._embedded.model import ModelRunner
 
 
-class StagedParameters:
-    """A second copy of a model's parameters, for an update that is being staged.
-
-    :meth:`load` may run in another thread than the core's; all other methods run in the core's
-    thread, between steps.
-
-    Args:
-        model: the model.
-
-    Attributes:
-        needed_bytes: the size of the copy, in bytes.
-    """
-
-    def __init__(self, model: ModelRunner) -> None:
-        self._parameters = model.parameters
-        self._staged: dict[str, torch.Tensor] = {}
-        self.needed_bytes = _size_bytes(model.parameters)
-
-    @property
-    def held_bytes(self) -> int:
-        """The size of the allocated copy, in bytes; 0 without one."""
-        return _size_bytes(self._staged)
-
-    def allocate(self) -> None:
-        """Allocates the copy's memory, unless it is allocated."""
-        if not self._staged:
-            self._staged = {n: torch.empty_like(p) for n, p in self._parameters.items()}
-
-    def release(self) -> None:
-        """Frees the copy's memory."""
-        self._staged = {}
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies received tensors into the copy, by their names."""
-        load_tensors(self._staged, tensors)
-
-    def swap(self) -> None:
-        """Overwrites the served parameters with the copy."""
-        load_tensors(self._parameters, self._staged.items())
-
-
 # Receiving that many tensors, or verifying samples of them, takes 1 ms at most.
 SHORT_TENSORS: Final = 16
 
 
 class UpdaterState(StrEnum):
-    """How far an update of the embedded engine is; the module's table shows the changes."""
+    """The progress of an update of the embedded engine; see the module's table."""
 
     IDLE = "idle"
     LOADING = "loading"
@@ -130,7 +89,8 @@ class Updater:
         self._loaded: set[int] = set()
         self._foreign = False
         self._staging: Staging | None = None  # the armed update's staging options
-        self._memory = StagedParameters(core.model)
+        self._copy: dict[str, torch.Tensor] = {}  # staged parameters, while they have memory
+        self._copy_bytes = _size_bytes(core.model.parameters)
         self.staged = False  # whether the open update is staged
         self._chunks = ChunkReceiver(torch.device("cpu"))
         self._metas: list[tuple[TensorMeta, ...]] = []  # of each chunk of the current update
@@ -163,8 +123,8 @@ class Updater:
         check_room(self._chunks.backend, self._chunks.receiver, manifest)
         room = StagingCapacity()
         if staging is not None:
-            needed, held = self._memory.needed_bytes, self._memory.held_bytes
-            found = staging_capacity(staging, needed, torch.device("cpu"), held_bytes=held)
+            cpu, held = torch.device("cpu"), _size_bytes(self._copy)
+            found = staging_capacity(staging, self._copy_bytes, cpu, held_bytes=held)
             room = require_capacity(staging, found)
         self._armed, self._staging = manifest, staging
         return room
@@ -174,7 +134,7 @@ class Updater:
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
-            raise wrong_state("nothing can be staged beside weights that are not a version's")
+            raise wrong_state("no staged update is armed, or the served weights are incomplete")
         self._core.memory.require_weights("an update")
         if self._armed is None:
             raise wrong_state("no manifest is armed")
@@ -187,8 +147,9 @@ class Updater:
         self._armed = None
         self._loaded.clear()
         self.staged = staged
-        if staged:
-            self._memory.allocate()
+        if staged and not self._copy:
+            parameters = self._core.model.parameters
+            self._copy = {name: torch.empty_like(each) for name, each in parameters.items()}
         self._state = UpdaterState.LOADING
 
     def extend(self, part: Manifest) -> None:
@@ -240,7 +201,7 @@ class Updater:
         """Copies the received chunk into the second copy of the parameters."""
         received = self._received("load", seq)
         self._unloaded.check(received)
-        self._memory.load(received)
+        load_tensors(self._copy, received)
         self._on_loaded(seq)
 
     def _on_loaded(self, seq: int) -> None:
@@ -254,7 +215,7 @@ class Updater:
             return
         self._loading("restore")
         if self._foreign:
-            raise wrong_state("restore after a load: only a whole update frees the engine")
+            raise wrong_state("a chunk was loaded already: only a whole update frees the engine")
         self._chunks.clear()
         self._state = UpdaterState.IDLE
 
@@ -271,7 +232,7 @@ class Updater:
     def require_finished(self, what: str) -> None:
         """Rejects the call named ``what`` unless a whole update is loaded and not committed."""
         if self._state is not UpdaterState.FINISHED:
-            raise wrong_state(f"{what} while the update is {self._state.value}")
+            raise wrong_state(f"{what} is not allowed while the update is {self._state.value}")
 
     def commit(self, version: int) -> None:
         """Makes the engine report the loaded weights as ``version`` from now on."""
@@ -289,7 +250,7 @@ class Updater:
             EngineError: code ``called_off``.
         """
         if not self.staged or self._state is not UpdaterState.FINISHED:
-            raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
+            raise EngineError("no whole update is staged", code=NackCode.CALLED_OFF)
         if self._core.memory.state is not ModelMemoryState.AWAKE:
             raise EngineError("the engine sleeps", code=NackCode.CALLED_OFF)
         if version < max(self._core.version, 1):
@@ -298,14 +259,14 @@ class Updater:
 
     def swap(self, version: int) -> None:
         """Overwrites the served weights with the staged ones. No step may run on any rank."""
-        self._memory.swap()
+        load_tensors(self._core.model.parameters, self._copy.items())
         self._core.version = version
         self._end_staging()
 
     def sleep(self, level: SleepLevel) -> None:
         """Frees the model's memory. After level 2, only a whole update brings weights again."""
         self._core.sleep(level)
-        self._memory.release()
+        self._copy = {}
         self._foreign = self._foreign or level == 2  # noqa: PLR2004 - the level that discards
 
     def wake(self) -> None:
@@ -323,19 +284,19 @@ class Updater:
     def require_whole(self) -> None:
         """Rejects a resume while an update in a pause is open, or weights are incomplete."""
         if self._foreign or not (self.staged or self._state is UpdaterState.IDLE):
-            mixed = ", with weights that are not the version's" if self._foreign else ""
-            raise wrong_state(f"resume while an update is {self._state.value}{mixed}")
+            mixed = ", and the weights are incomplete" if self._foreign else ""
+            raise wrong_state(f"can't resume: an update is {self._state.value}{mixed}")
 
     def _end_staging(self) -> None:
         self._chunks.clear()
         if self._staging is None or not self._staging.keep:
-            self._memory.release()
+            self._copy = {}
         self.staged = False
         self._state = UpdaterState.IDLE
 
     def _loading(self, what: str) -> Manifest:
         if self._state is not UpdaterState.LOADING or self._manifest is None:
-            raise wrong_state(f"{what} while the update is {self._state.value}")
+            raise wrong_state(f"{what} is not allowed while the update is {self._state.value}")
         return self._manifest
 
     def _take_manifest(self, manifest: Manifest) -> None:

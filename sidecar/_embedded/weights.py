@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from bus._manifest import Manifest, TensorMeta
 from bus.errors import EngineError, UsageError
-from bus.messages import NackCode
+from sidecar._transfer.unloaded import FREQUENCIES, refused
 from sidecar.engine import FUSED_HINT
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from sidecar._embedded.qwen3 import Qwen3
 
-# Computed from the configuration, yet found in some checkpoints: accepted and ignored.
-_DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 _HEAD = "lm_head.weight"
 
 
@@ -79,23 +77,23 @@ class ExpectedWeights:
         sent = frozenset(manifest.names)
         missing = next((name for name in self.shapes if name not in sent), None)
         if missing is not None:
-            raise _refused(missing, f"{missing} is missing: an update covers every parameter")
+            raise refused(missing, "is missing: an update covers every parameter")
 
     def _check_tensor(self, meta: TensorMeta) -> None:
         """Rejects a tensor that is neither expected nor ignored."""
         name, shape = meta.name, self.shapes.get(meta.name) or self.optional.get(meta.name)
-        if name.endswith(_DERIVED_SUFFIX):
+        if name.endswith(FREQUENCIES):  # in some checkpoints, but computed from the configuration
             return
         if shape is None:
             hint = f"; {FUSED_HINT}" if ".experts." in name else ""
-            raise _refused(name, f"the model has no tensor {name}{hint}")
+            raise refused(name, f"the model has no such tensor{hint}")
         if meta.shape != shape:
-            raise _refused(name, f"{name} has shape {meta.shape}, the model needs {shape}")
+            raise refused(name, f"has shape {meta.shape}, but the model needs {shape}")
         if meta.dtype != self.dtype:
-            raise _refused(
+            raise refused(
                 name,
-                f"{name} has dtype {meta.dtype}, the model's is {self.dtype}: "
-                'update_weights(..., dtype="engine") casts it in the trainer',
+                f"has dtype {meta.dtype}, but the model's is {self.dtype}: "
+                'use update_weights(..., dtype="engine"), which casts in the trainer',
             )
 
 
@@ -141,7 +139,3 @@ def load_folder(
         with safe_open(file, framework="pt") as tensors:
             names = tensors.keys()
             load_tensors(parameters, ((n, tensors.get_tensor(n)) for n in names if n in parameters))
-
-
-def _refused(tensor: str, detail: str) -> EngineError:
-    return EngineError(detail, code=NackCode.MANIFEST_REFUSED, tensor=tensor)

@@ -38,8 +38,8 @@ _BODY: Final = struct.Struct("<IQQQIIIIHBB")
 _BEAT: Final = struct.Struct("<Q")
 _BEAT_AT: Final = RECORDS_AT + TwoSlotRecord.size_of(_BODY.size)
 PAGE_BYTES: Final = _BEAT_AT + _BEAT.size
-# A process without a beat for _FROZEN_S is frozen; so is a core that is for longer than the page's
-# limit in a step: between _STEP_MS and _STUCK_MS, see StepLimit.
+# A process without a beat for _FROZEN_S is frozen, and so is a core whose step takes longer than
+# the page's limit, which is between _STEP_MS and _STUCK_MS (StepLimit).
 _FROZEN_S: Final = 10.0
 _STEP_MS: Final = 10_000.0
 _STUCK_MS: Final = 60_000.0
@@ -113,15 +113,15 @@ class CoreStatusView:
 class StepLimit:
     """Decides how long a step may take until its core counts as frozen.
 
-    A step that has no end is not to be told from a slow one, except by what the core has done
-    before. So a step with requests may take four times as long as the slowest before it, at least
-    10 s and at most 60 s. A step may take 60 s
+    Only the core's earlier steps show whether a step is slow or has no end. So a step with requests
+    may take four times as long as the slowest step before, at least 10 s and at most 60 s. A step
+    may take 60 s
 
     - if it is one of the core's first ten, which may compile or capture graphs,
-    - while a prompt is new that is more than twice as long as all before it.
+    - while a new prompt is more than twice as long as every earlier prompt.
 
-    The first ten steps, and steps that were too long without such a prompt, are no measure for
-    later ones.
+    The first ten steps, and steps that were too long without such a prompt, do not count as earlier
+    steps.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class StepLimit:
         """Records the end of a step.
 
         Args:
-            limit_ms: how long it might take.
+            limit_ms: how long the step was allowed to take.
             step: how many steps the core had run before it.
         """
         if step >= _FIRST_STEPS and (self._new or took_ms <= limit_ms):
@@ -164,8 +164,8 @@ class CoreStatusPage:
             memory, where nobody else reads it.
 
     Attributes:
-        path: as above.
-        limit: how long steps may take.
+        path: the page's file, or None.
+        limit: decides how long steps may take.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:

@@ -221,19 +221,13 @@ class PauseLeasePage:
             lease, end if end is not None and end.serial == lease.serial else None
         )
 
-    def close(self, *, remove: bool = False) -> None:
-        """Closes the page.
-
-        Args:
-            remove: True also deletes the page's file.
-        """
+    def close(self) -> None:
+        """Closes the page, and ends the lock of :meth:`claim`."""
         self._memory.close()
         if self._claim is not None:
             fcntl.flock(self._claim, fcntl.LOCK_UN)  # also where a forked process has the file
             os.close(self._claim)
             self._claim = None
-        if remove:
-            self.path.unlink(missing_ok=True)
 
 
 class LeaseInMemory:
@@ -248,7 +242,7 @@ class LeaseInMemory:
         return self._lease
 
     def write_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """Writes the lease, unless the core has acted on its end; then returns the outcome."""
+        """Writes the lease; returns the outcome instead if the core has acted on its end."""
         end = self._outcome
         if lease is not None and end is not None and end.serial == lease.serial:
             return end

@@ -72,7 +72,7 @@ class TiedContract:
         weights = under_test.other_weights(72)
         async with whole_bus(under_test) as bus:
             with pytest.raises(
-                ManifestRefused, match="is not what this engine computes"
+                ManifestRefused, match="differs from the values that this engine computes"
             ) as refused:
                 await bus.agent.update_weights({FREQUENCIES: OWN / 4, **weights}, how=how)
             assert refused.value.nack.tensor == FREQUENCIES

@@ -132,7 +132,7 @@ class LockstepCore(EngineCore):
         def run() -> None:
             try:
                 if self._waves.paused or self._ready is not None:
-                    raise swap_cancelled("the rank is paused, or about to swap")
+                    raise swap_cancelled("the rank is paused, or has another swap pending")
                 check()
             except EngineError as error:
                 made.set_exception(error)

@@ -74,7 +74,7 @@ class Rendezvous:
             if own.get(name) != value:
                 raise EngineError(
                     f"{name} is {own.get(name)!r} on rank {options.rank} of DP group "
-                    f"{options.group}, and {value!r} on rank 0: they must be alike"
+                    f"{options.group}, but {value!r} on rank 0: give all ranks the same"
                 )
 
     def tell(self, key: str, value: dict[str, Any]) -> None:

@@ -44,6 +44,8 @@ class EmbeddedLease:
         self.page = LeaseInMemory()
         self._core = core
         self._updater = updater
+        self.resume = updater.resume
+        self.quarantine = core.end_requests
         self._log = bus.log.logger(dp_group=options.group, dp_rank=options.rank)
         votes = LeaseAgreement(options.rank, options.size, store)
         self._rank = RankLease(self, self.page, votes, self._note)
@@ -89,12 +91,6 @@ class EmbeddedLease:
                 self._updater.restore()
         if lease.asleep:
             self._core.memory.wake()
-
-    def resume(self) -> None:
-        self._updater.resume()
-
-    def quarantine(self) -> None:
-        self._core.end_requests()
 
     # The thread that votes
 

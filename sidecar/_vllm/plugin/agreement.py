@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar._vllm.plugin.operations import WorkerFailure
+from sidecar._vllm.plugin.operations import WorkerFailure, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,7 +117,7 @@ def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
     outcome = mine
     for group in _groups():
         slot = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
-        blob = outcome.to_bytes() if outcome else b""
+        blob = pack(outcome.clipped()) if outcome else b""
         framed = bytearray(len(blob).to_bytes(4, "big") + blob)
         slot[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)
         slots = [torch.empty_like(slot) for _ in range(group.world_size)]
@@ -141,4 +142,4 @@ def _read(slot: torch.Tensor) -> WorkerFailure | None:
     size_bytes = int.from_bytes(bytes(slot[:4].tolist()), "big")
     if not size_bytes:
         return None
-    return WorkerFailure.from_bytes(bytes(slot[4 : 4 + size_bytes].tolist()))
+    return msgspec.msgpack.decode(bytes(slot[4 : 4 + size_bytes].tolist()), type=WorkerFailure)

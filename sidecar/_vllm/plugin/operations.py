@@ -184,22 +184,13 @@ class WorkerFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
         """Returns a copy whose texts are cut to the lengths that the message allows."""
         return WorkerFailure(self.code, self.detail[:DETAIL_CHARS], self.tensor[:TENSOR_CHARS])
 
-    def to_bytes(self) -> bytes:
-        """Returns the failure in MessagePack, with its texts cut."""
-        return msgspec.msgpack.encode(self.clipped())
-
     def to_error(self) -> EngineError:
         """Returns the failure as an exception with the same code, text and tensor."""
         return EngineError(self.detail, code=self.code, tensor=self.tensor)
 
-    @classmethod
-    def from_bytes(cls, blob: bytes) -> WorkerFailure:
-        """Returns the failure that MessagePack bytes encode."""
-        return msgspec.msgpack.decode(blob, type=cls)
-
     def to_text(self) -> str:
         """Returns the failure as the text of an exception, which :func:`find_failure` reads."""
-        mark = base64.urlsafe_b64encode(self.to_bytes()).decode()
+        mark = base64.urlsafe_b64encode(pack(self.clipped())).decode()
         return f"{self.detail} [wavebus:{mark}]"
 
 
@@ -213,7 +204,7 @@ def find_failure(text: str) -> WorkerFailure | None:
     if found is None:
         return None
     try:
-        return WorkerFailure.from_bytes(base64.urlsafe_b64decode(found[1]))
+        return msgspec.msgpack.decode(base64.urlsafe_b64decode(found[1]), type=WorkerFailure)
     except (ValueError, msgspec.DecodeError):
         return None
 

@@ -31,6 +31,8 @@ from sidecar._vllm.plugin.vllm_names import LOCKSTEP_CORE, PLAIN_CORE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bus.messages import CorePhase
+
 T = TypeVar("T")
 
 _log = logging.getLogger("vllm.wavebus")
@@ -122,6 +124,11 @@ class CoreStatusWriter:
         self.enter = self.page.enter
         self.count(core)
 
+    def show(self, core: Any, phase: CorePhase) -> None:
+        """Reads the core's counts and flags, and writes them to the page with the phase."""
+        self.count(core)
+        self.enter(phase)
+
     def count(self, core: Any) -> None:
         """Reads the core's counts and flags, which the next :attr:`enter` writes to the page."""
         paused = is_paused(core)
@@ -210,11 +217,9 @@ def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
 @_watched
 def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> None:
     """Shows the core as idle while it waits for requests."""
-    watch.count(core)
-    watch.enter("work" if core.has_work() else "idle")
+    watch.show(core, "work" if core.has_work() else "idle")
     original(core)
-    watch.count(core)
-    watch.enter("work")
+    watch.show(core, "work")
 
 
 @STATUS.wrap(f"{PLAIN_CORE}._handle_client_request", "self, request_type, request")
@@ -231,8 +236,7 @@ def client_request(
     if request and getattr(request_type, "name", "") == "ADD":
         watch.page.limit.on_prompt(getattr(request[0], "num_prompt_tokens", 0))
     original(core, request_type, request)
-    watch.count(core)
-    watch.enter("work" if core.has_work() else "idle")
+    watch.show(core, "work" if core.has_work() else "idle")
 
 
 @STATUS.wrap(f"{PLAIN_CORE}.step", "self")
@@ -241,8 +245,7 @@ def client_request(
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
     """Updates the counts before a step's outputs leave, so that no ended request is counted."""
     outputs = original(core)
-    watch.count(core)
-    watch.enter("work")
+    watch.show(core, "work")
     return outputs
 
 
@@ -252,8 +255,7 @@ def abort_outputs(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, *request: Any
 ) -> None:
     """Updates the counts before the outputs of aborted requests leave."""
-    watch.count(core)
-    watch.enter("work")
+    watch.show(core, "work")
     original(core, *request)
 
 
@@ -289,8 +291,7 @@ def agreement(
 ) -> Any:
     """Shows the rank as waiting for others in an all-reduce, and counts its step."""
     watch.steps += 1
-    watch.count(core)
-    watch.enter("sync")
+    watch.show(core, "sync")
     result = original(core, local_unfinished)
     watch.enter("work")
     return result
@@ -308,8 +309,7 @@ def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) ->
         return result
     finally:
         core.wavebus_resuming = False
-        watch.count(core)
-        watch.enter("work")
+        watch.show(core, "work")
 
 
 def _remove_stale(folder: Path) -> None:

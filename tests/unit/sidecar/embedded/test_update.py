@@ -64,15 +64,19 @@ def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
         async with serving(checkpoint) as engine:
             await engine.pause("keep", clear_cache=True)
             await _refused(steps(engine).start_update(recover=False), "no manifest is armed")
-            await _refused(steps(engine).load(0), "load while the update is idle")
-            await _refused(steps(engine).finish_update(), "finish while the update is idle")
-            await _refused(steps(engine).restore(), "restore while the update is idle")
-            await _refused(engine.commit(1), "commit while the update is idle")
+            await _refused(steps(engine).load(0), "load is not allowed while the update is idle")
+            await _refused(
+                steps(engine).finish_update(), "finish is not allowed while the update is idle"
+            )
+            await _refused(
+                steps(engine).restore(), "restore is not allowed while the update is idle"
+            )
+            await _refused(engine.commit(1), "commit is not allowed while the update is idle")
             push = Push(engine, new, chunks=2)
             await push.begin()
             await _refused(steps(engine).start_update(recover=False), "no manifest is armed")
             await _refused(steps(engine).load(0), "chunk 0 is requested, but nothing was")
-            await _refused(engine.resume(), "resume while an update is loading")
+            await _refused(engine.resume(), "can't resume: an update is loading")
             first = push.offer(0)
             await steps(engine).receive(first)
             await _refused(steps(engine).load(1), "chunk 1 is requested, but only .0. was")
@@ -85,15 +89,17 @@ def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
             await _refused(steps(engine).receive(push.offer(0)), "chunk 0 is loaded already")
             await _refused(steps(engine).restore(), "only a whole update")
             await _refused(steps(engine).finish_update(), "1 of 2 chunks are not loaded")
-            await _refused(engine.commit(1), "commit while the update is loading")
+            await _refused(engine.commit(1), "commit is not allowed while the update is loading")
             await steps(engine).receive(push.offer(1))
             await steps(engine).load(1)
             await steps(engine).finish_update()
-            await _refused(steps(engine).finish_update(), "finish while the update is finished")
-            await _refused(engine.resume(), "resume while an update is finished")
+            await _refused(
+                steps(engine).finish_update(), "finish is not allowed while the update is finished"
+            )
+            await _refused(engine.resume(), "can't resume: an update is finished")
             await _refused(engine.commit(0), "version 0 does not follow 0")
             await engine.commit(5)
-            await _refused(engine.commit(6), "commit while the update is idle")
+            await _refused(engine.commit(6), "commit is not allowed while the update is idle")
             push.close()
             await engine.resume()
             await _assert_serves(engine, checkpoint, new, 5)
@@ -220,7 +226,7 @@ def test_only_recovery_frees_a_partly_loaded_engine(checkpoint: Checkpoint, load
             assert await engine.abort_requests() == 0
             again = Push(engine, new, chunks=3)
             await _refused(again.begin(), "only a whole update with recover")
-            await _refused(engine.resume(), "weights that are not the version's")
+            await _refused(engine.resume(), "the weights are incomplete")
             await again.begin(recover=True)
             await _refused(steps(engine).restore(), "only a whole update")
             again.close()

@@ -69,7 +69,7 @@ def test_an_unknown_tensor_is_named(checkpoint: Checkpoint, expected: ExpectedWe
     extra = TensorMeta("model.layers.2.mlp.up_proj.weight", "float32", (128, 64))
     error = _refusal(expected, [*metas_of(checkpoint.weights), extra])
     assert error.tensor == extra.name
-    assert "the model has no tensor" in error.detail
+    assert "the model has no such tensor" in error.detail
 
 
 def test_a_fused_name_is_refused(checkpoint: Checkpoint, expected: ExpectedWeights) -> None:
@@ -90,9 +90,9 @@ def test_a_missing_tensor_is_named(checkpoint: Checkpoint, expected: ExpectedWei
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"shape": (64, 32)}, "has shape (64, 32), the model needs (64, 64)"),
-        ({"shape": (4096,)}, "has shape (4096,), the model needs (64, 64)"),
-        ({"dtype": "bfloat16"}, "has dtype bfloat16, the model's is float32"),
+        ({"shape": (64, 32)}, "has shape (64, 32), but the model needs (64, 64)"),
+        ({"shape": (4096,)}, "has shape (4096,), but the model needs (64, 64)"),
+        ({"dtype": "bfloat16"}, "has dtype bfloat16, but the model's is float32"),
     ],
 )
 def test_another_shape_or_dtype_is_refused(
@@ -172,7 +172,7 @@ def _set(**fields: object) -> Callable[[Path], None]:
         (_set(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn'"),
         (_set(dtype="float16"), r"'float16' - at `\$.dtype`"),
         (_set(eos_token_id="end"), r"got `str` - at `\$.eos_token_id`"),
-        (_set(num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
+        (_set(num_hidden_layers=3), "model.layers.2.input_layernorm.weight: is missing"),
         (_set(hidden_size=32), "has shape"),
     ],
 )
