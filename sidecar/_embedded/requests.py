@@ -216,8 +216,7 @@ class Generation:
         Raises:
             EngineDead: the engine crashed.
         """
-        if not self._ready:
-            await self._wait()
+        await self._wait()
         if not self._ready:
             raise StopAsyncIteration
         return self._ready.popleft()
@@ -228,8 +227,7 @@ class Generation:
         Raises:
             EngineDead: the engine crashed.
         """
-        if not self._ready:
-            await self._wait()
+        await self._wait()
         deltas = list(self._ready)
         self._ready.clear()
         return deltas

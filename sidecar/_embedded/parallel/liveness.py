@@ -36,6 +36,7 @@ class RankLiveness:
 
     Attributes:
         noticed: set as soon as another rank is known to be gone, before ``lost`` is called.
+        all_here: set, in rank 0, when all other ranks have connected.
     """
 
     def __init__(self, group: str, rank: int, size: int, lost: Callable[[str], None]) -> None:
@@ -50,7 +51,7 @@ class RankLiveness:
         self._closing = False
         self._said = False
         self.noticed = asyncio.Event()
-        self._all_here = asyncio.Event()
+        self.all_here = asyncio.Event()
 
     async def listen(self, host: str) -> tuple[str, int]:
         """Begins to listen, as rank 0; returns the address to which the others connect."""
@@ -71,10 +72,6 @@ class RankLiveness:
         self._writers[0] = writer
         self._say(writer, self._rank, "here")
         self._watch(0, reader)
-
-    async def wait_for_all(self) -> None:
-        """Waits, as rank 0, until all other ranks have connected."""
-        await self._all_here.wait()
 
     def leave(self) -> None:
         """Announces that this rank closes, and stops watching the others."""
@@ -108,7 +105,7 @@ class RankLiveness:
                 self._writers[rank] = writer
                 self._watch(rank, reader)
                 if len(self._writers) == self._size - 1:
-                    self._all_here.set()
+                    self.all_here.set()
                 return
         writer.close()  # not one of the ranks
 

@@ -141,7 +141,7 @@ class DpRank:
         self._sockets.core_in.listen(self._on_core)
         self._sockets.front.send(frames.SUBSCRIBE)
         self._sockets.core_in.send(frames.SUBSCRIBE)
-        await self._bounded(self._ready.wait(), "its coordinator is not ready")
+        await self._bounded(self._ready.wait(), "the DP coordinator is not ready")
 
     def on_request(self) -> int:
         """Wakes the other ranks for a new request, if no wave runs.
@@ -199,7 +199,7 @@ class DpRank:
             host, port = await self._liveness.listen(options.address[0])
             shared = {"coordinator": asdict(addresses), "host": host, "port": port}
             await _blocking(lambda: meeting.tell("addresses", shared))
-            await self._bounded(self._liveness.wait_for_all(), "not all ranks have come")
+            await self._bounded(self._liveness.all_here.wait(), "not all ranks have connected")
             return addresses
         found = await _blocking(lambda: meeting.ask("addresses"))
         await self._liveness.connect(found["host"], found["port"])

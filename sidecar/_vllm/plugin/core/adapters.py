@@ -52,6 +52,12 @@ def collective_rpc(
     return done
 
 
+def perform(core: Any, operation: operations.WorkerOperation) -> None:
+    """Makes a core's workers carry out an operation that the core itself requests."""
+    encoded = {"operation": operations.encode(operation)}
+    core.collective_rpc(operations.PERFORM, None, (), encoded)
+
+
 def missing(core: Any, request: Any) -> str:
     """Returns why the workers lack the adapter of a request; empty if they don't."""
     held = getattr(core, "wavebus_adapters", None)

@@ -56,6 +56,7 @@ from sidecar._shared_pages.pause_lease import (
 )
 from sidecar._shared_pages.two_slot_page import NoPage
 from sidecar._vllm.plugin import operations
+from sidecar._vllm.plugin.core.adapters import perform
 from sidecar._vllm.plugin.core.status import PerProcess, beat, is_paused, make_folder, page_path
 from sidecar._vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, REQUEST_TYPES
 
@@ -251,19 +252,14 @@ class LeaseGuard:
     def restore(self, lease: PauseLease) -> None:
         """Restores what the update had begun to change, and wakes memory that is asleep."""
         if lease.begun == "adapter":
-            self._perform(operations.UndoAdapter(settled=True))
+            perform(self._core, operations.UndoAdapter(settled=True))
         elif lease.begun:
-            self._perform(ops.Restore(lease.begun))
+            perform(self._core, ops.Restore(lease.begun))
         if lease.asleep:
             self._core.collective_rpc("wake_up", kwargs={"tags": None})
             publish = getattr(self._core, "wavebus_publish_caches", None)
             if publish is not None:
                 publish()  # peers of a KV connector would keep using the old caches
-
-    def _perform(self, operation: operations.WorkerOperation) -> None:
-        self._core.collective_rpc(
-            operations.PERFORM, kwargs={"operation": operations.encode(operation)}
-        )
 
     def end_requests(self) -> None:
         """Ends all requests with the tokens they have."""

@@ -54,8 +54,8 @@ from bus._vllm.seams import Form, Ref, Says, Seam, Takes
 from bus.messages import NackCode
 from sidecar._vllm.plugin import operations
 from sidecar._vllm.plugin.core import kv_versions
+from sidecar._vllm.plugin.core.adapters import perform
 from sidecar._vllm.plugin.core.status import is_paused
-from sidecar._vllm.plugin.operations import PERFORM
 from sidecar._vllm.plugin.vllm_names import (
     BASE_CORE,
     CLEARS_PREFIXES,
@@ -219,7 +219,7 @@ def swap(core: Any, operation: str) -> Any:
     assert isinstance(decoded, ops.SwapStaged)
     asked = ReadySwap(decoded, made)
     if not hasattr(core, "current_wave"):
-        _perform(core, operations.CheckReady())
+        perform(core, operations.CheckReady())
         _clear_caches(core, asked)
         return _swap_now(core, asked)
     if not hasattr(core, "wavebus_swaps_together"):
@@ -235,10 +235,6 @@ def swap(core: Any, operation: str) -> Any:
             started = core.wavebus_outputs(start_wave=core.current_wave)
             core.output_queue.put_nowait((-1, started))
     return made
-
-
-def _perform(core: Any, operation: operations.WorkerOperation) -> None:
-    core.collective_rpc(PERFORM, None, (), {"operation": operations.encode(operation)})
 
 
 @SWAP.answer("wavebus_expect_swap")
@@ -282,7 +278,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
     begun_s, before = time.monotonic(), core.get_weight_version()
     on_their_way = len(core.batch_queue or ())
     with _exit_on_failure():
-        _perform(core, swap.operation)
+        perform(core, swap.operation)
     if hasattr(core, "wavebus_labels_steps"):
         labels = _labels_of(core)
         since_the_last = on_their_way - sum(count for count, _ in labels)
@@ -350,7 +346,7 @@ def _swap_together(core: Any) -> None:
     core.wavebus_soon_until_s = 0.0
     problem: Exception | None = None
     try:
-        _perform(core, operations.CheckReady())
+        perform(core, operations.CheckReady())
         _clear_caches(core, ready)
     except Exception as error:  # noqa: BLE001 - the other ranks must not be left in the all-reduce
         problem = error

@@ -121,6 +121,17 @@ def repacks(place: ParameterRef, device: torch.device) -> bool:
     return device.type == "cpu" and method is not None and place.key in place.module._parameters  # noqa: SLF001 - the module's own, no child's
 
 
+def repacked_by_module(
+    places: Mapping[str, ParameterRef], device: torch.device
+) -> dict[torch.nn.Module, dict[str, str]]:
+    """Returns the parameters that vLLM repacks: by module, their names by their keys in it."""
+    found: dict[torch.nn.Module, dict[str, str]] = {}
+    for name, place in places.items():
+        if repacks(place, device):
+            found.setdefault(place.module, {})[place.key] = name
+    return found
+
+
 def _check(place: ParameterRef, name: str, target: PlanTarget, device: torch.device) -> None:
     tensor = place.tensor
     if tensor.is_meta or tensor.device.type != device.type:

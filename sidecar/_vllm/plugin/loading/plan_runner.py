@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidecar._vllm.plugin.loading.copy_plan import CopyBatch, part
-from sidecar._vllm.plugin.loading.parameter_map import as_tensors, find_parameters, repacks
+from sidecar._vllm.plugin.loading.parameter_map import (
+    as_tensors,
+    find_parameters,
+    repacked_by_module,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,11 +99,7 @@ class PlannedUpdate:
         self._device = device
         self._places = find_parameters(plan, model, device)
         self._repacked: dict[str, RepackedLayer] = {}
-        by_module: dict[torch.nn.Module, dict[str, str]] = {}
-        for name, place in self._places.items():
-            if repacks(place, device):
-                by_module.setdefault(place.module, {})[place.key] = name
-        for module, names in by_module.items():
+        for module, names in repacked_by_module(self._places, device).items():
             layer = RepackedLayer(module, {key: plan.targets[name] for key, name in names.items()})
             self._repacked |= dict.fromkeys(names.values(), layer)
         self._begun: set[str] = set()
@@ -156,12 +156,9 @@ class PlanComparison:
         self._missing = {name for name, copies in plan.copies.items() if copies}
         self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by parameter
         self._hooked: list[tuple[Any, Any]] = []
-        self._names_of: dict[torch.nn.Module, list[str]] = {}
+        self._names_of = repacked_by_module(self._places, device)
         self.difference = ""
-        for name, place in self._places.items():
-            if repacks(place, device):
-                self._names_of.setdefault(place.module, []).append(name)
-        self._repacked = {name for names in self._names_of.values() for name in names}
+        self._repacked = {name for names in self._names_of.values() for name in names.values()}
         methods = {id(module.quant_method): module.quant_method for module in self._names_of}
         for method in methods.values():
             self._hook(method)
@@ -211,7 +208,7 @@ class PlanComparison:
 
         def compared_first(layer: torch.nn.Module) -> None:
             try:
-                for name in self._names_of.get(layer, ()):
+                for name in self._names_of.get(layer, {}).values():
                     self._compare_processed(name)
             except Exception as error:  # noqa: BLE001 - a comparison must not spoil the load
                 self._differs(f"{type(error).__name__}: {error}")

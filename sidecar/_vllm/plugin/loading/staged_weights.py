@@ -35,6 +35,7 @@ from sidecar._vllm.plugin.loading.parameter_map import (
     ParameterFingerprint,
     as_tensors,
     find_parameters,
+    repacked_by_module,
     repacks,
 )
 from sidecar._vllm.plugin.loading.plan_runner import equal_bits, put
@@ -197,16 +198,13 @@ class StagedWeights:
         """
         assert self._parameters is not None, "it was asked whether they are there"
         _, places, _ = self._parameters
-        repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
-        for name, place in places.items():
-            if repacks(place, self._device):
-                repacked.setdefault(place.module, {})[place.key] = self.memory.tensors[name]
+        staged = self.memory.tensors
         with torch.no_grad():
             self._prepare(places).run()
             layout = self._require_layout()
             layout.pad({name: places[name].tensor.data for name in layout.plan.fills})
-            for module, filled in repacked.items():
-                put(module, filled)
+            for module, names in repacked_by_module(places, self._device).items():
+                put(module, {key: staged[name] for key, name in names.items()})
 
     def release(self, *, keep: bool) -> None:
         """Ends the staged update; the served weights stay as they are.

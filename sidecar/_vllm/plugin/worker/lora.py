@@ -168,8 +168,7 @@ class LoraAdapters:
         """
         fresh = HeldAdapter(config, tensors)
         self._built(fresh, 1)
-        self.begin()
-        self._before = name, self._held.get(name)
+        self.begin(name)
         self._held[name] = fresh
         self._unload(name)
 
@@ -183,8 +182,7 @@ class LoraAdapters:
 
         :meth:`undo` restores it.
         """
-        self.begin()
-        self._before = name, self._held.get(name)
+        self.begin(name)
         self._retire(name)
 
     def drop_all(self, in_use: Collection[str] | None) -> None:
@@ -205,10 +203,14 @@ class LoraAdapters:
             for name in self._retired.keys() - (set(in_use) - self._held.keys()):
                 del self._retired[name]
 
-    def begin(self) -> None:
-        """Begins another update: undoes the last load or removal unless it was settled."""
+    def begin(self, name: str = "") -> None:
+        """Begins another update: undoes the last load or removal unless it was settled.
+
+        Args:
+            name: the adapter that the update replaces or removes now; empty if none yet.
+        """
         self.undo(settled=False)
-        self._before = None
+        self._before = (name, self._held.get(name)) if name else None
         self._settled = False
 
     def undo(self, *, settled: bool) -> None:
