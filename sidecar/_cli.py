@@ -51,7 +51,7 @@ Exits with 4 if the engine dies and is not restarted.
 
 
 class _SidecarCommand(click.Command):
-    """Says in errors that ``--`` stands before a server's command, if it does not."""
+    """Adds to errors a hint to put ``--`` before a server's command, if it is missing."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the command line."""

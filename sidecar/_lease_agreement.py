@@ -1,4 +1,4 @@
-"""Lets the ranks of a DP group end a pause together, by votes in the group's own store.
+"""Lets the ranks of a DP group end a pause together, by votes in their store.
 
 Sidecars renew the lease of a pause. Once a lease is over, the engine cores alone decide, because
 only they still act when sidecars, broker and trainer are gone. A rank must never resume alone: its
@@ -83,7 +83,7 @@ class Store(Protocol):
         """Returns a key's value; waits for a key that is missing."""
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all these keys are there."""
+        """Returns whether the store has all these keys."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets a key's value if it is as expected (empty: missing); returns its value then."""
@@ -104,7 +104,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 class AgreementState(StrEnum):
-    """The state of a rank in an agreement; the module's table says what they mean."""
+    """The state of a rank in an agreement; see the module's table."""
 
     HELD = "held"
     VOTED = "voted"
@@ -158,7 +158,7 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         self._go(_E.VOTE)
 
     def finish(self) -> None:
-        """Records that this rank has done what was decided."""
+        """Records that this rank has carried out the decision."""
         self._go(_E.DONE)
 
     def exchange(self, *, keeps: bool, pausing: bool, over: bool) -> None:
@@ -208,7 +208,7 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
         self._mark = b""
 
     def _exchange_mark(self, own: bytes) -> None:
-        """Sets the round's mark if it says less than this rank's; removes this rank's old mark."""
+        """Raises the round's mark to this rank's mark, or withdraws this rank's old mark."""
         key = self._key("mark")
         found = self._store.get(key) if self._store.check([key]) else b""
         marks = (b"", _PAUSING, _STUCK)
@@ -252,10 +252,10 @@ class LeaseRecord(Protocol):
         """Returns the sidecar's lease."""
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core last did because a lease was over."""
+        """Returns the core's last action because of an expired lease."""
 
     def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
-        """Writes what the core does because a lease is over."""
+        """Writes the core's action because of an expired lease."""
 
 
 class RankCore(Protocol):
@@ -284,7 +284,7 @@ class RankCore(Protocol):
         """Begins a pause that keeps requests, without waiting for the other ranks."""
 
     def prepare(self, lease: PauseLease) -> None:
-        """Undoes what an update has begun to change, and wakes memory; raises if impossible."""
+        """Undoes the changes of an unfinished update, and wakes memory; raises if impossible."""
 
     def resume(self) -> None:
         """Resumes, which waits for the other ranks; :meth:`prepare` has woken memory."""
@@ -411,7 +411,7 @@ class RankLease:
         return not reason
 
     def _carry_out(self, lease: PauseLease | None) -> None:
-        """Does what all ranks have decided, even if the lease was renewed in between."""
+        """Carries out the ranks' decision, even if the lease was renewed in between."""
         state, reason = self._agreement.decision
         if self._core.resumes != self._voted[1] or not self._core.is_paused:
             self._agreement.finish()  # it has resumed, with all ranks
@@ -435,7 +435,7 @@ class RankLease:
 
 
 def _stays_partial(lease: PauseLease) -> bool:
-    """Returns whether a rank lacks weights that no update is bringing; then no rank may resume."""
+    """Returns whether weights are missing and no update brings them, so that no rank may resume."""
     return bool(lease.partial) and not lease.begun
 
 

@@ -57,7 +57,7 @@ class PauseLeaseWriter:
         self._waits_for = ""  # why the engine can't end the present pause, as logged
 
     def begin_pause(self) -> None:
-        """Makes the next write begin a new lease, because the engine is about to be paused."""
+        """Makes the next write begin a new lease, for a pause that is about to begin."""
         self._serial = 0
 
     def write(self, now_ms: float) -> list[SessionEffect]:

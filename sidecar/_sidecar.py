@@ -400,7 +400,7 @@ class Sidecar:
         return Failure(error.code, error.detail, tensor=error.tensor)
 
     async def _escalate(self, call: CallEscalate) -> None:
-        """Strengthens a ``wait`` pause whose first call still waits for requests."""
+        """Strengthens a ``wait`` pause while its first call still waits for requests."""
         failure = in_flight = None
         try:
             self.session.pause.on_escalated(await self.engine.request_ids())

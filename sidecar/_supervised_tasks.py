@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class SupervisedTasks:
-    """Runs coroutines as tasks, and reports those that raise.
+    """Runs coroutines as tasks, and reports their exceptions.
 
     Args:
         on_failure: called with the exception that a task has raised.

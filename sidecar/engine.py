@@ -96,7 +96,7 @@ class EngineInfo(EngineProperties, frozen=True):
 
 @runtime_checkable
 class Engine(Protocol):
-    """The calls that a sidecar makes on an engine; each kind of engine has an adapter.
+    """The calls that a sidecar makes on an engine, through the adapter of its kind.
 
     There are adapters for vLLM's ``AsyncLLM``, for its API server, and for the embedded engine.
     Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError` if the engine
@@ -122,7 +122,7 @@ class Engine(Protocol):
         """Returns what the core's status page shows now; None without a page. Never blocks."""
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """Writes until when the engine stays paused without its sidecar. Never blocks.
+        """Writes how long the engine stays paused without its sidecar. Never blocks.
 
         If the lease is not renewed in time, the engine reads that on its lease page
         (:mod:`sidecar._shared_pages.pause_lease`), and ends the pause by itself.
@@ -257,7 +257,7 @@ class Engine(Protocol):
         """
 
     async def call_off(self) -> None:
-        """Cancels a swap, unless all ranks have agreed to it; or a staged receive of vLLM's."""
+        """Cancels a swap to which not all ranks have agreed, or a staged receive of vLLM's."""
 
 
 def unsupported(operation: UpdateOperation) -> EngineError:

@@ -62,7 +62,7 @@ _status_decoder = msgspec.msgpack.Decoder(tuple[Any, _Number, bool])
 
 
 class BadFrame(WavebusError):
-    """A frame can't be decoded; the text says what is wrong with it."""
+    """A frame that can't be decoded; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

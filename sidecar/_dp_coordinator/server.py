@@ -1,4 +1,4 @@
-"""Serves one DP group as its coordinator: sockets to the DP group, a link to the broker, a timer.
+"""Serves one DP group as its coordinator, with sockets, a link to the broker and a timer.
 
 While the broker is reachable, it decides which waves start. Otherwise the coordinator decides
 alone, so that requests never wait for the broker. Both decisions are in

@@ -72,7 +72,7 @@ def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
 
 
 def _normalized(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the file's fields under one name each, without null and inapplicable ones."""
+    """Returns the file's fields under one name each, without null and inapplicable fields."""
     given = {name: value for name, value in raw.items() if value is not None}
     for other, name in _OTHER_NAMES.items():
         if other in given:

@@ -362,7 +362,7 @@ class EngineCore:
             future.set_exception(EngineDead(reason))
 
     def _run_actions(self) -> None:
-        """Executes the queued actions; waits for one if there is no step to make."""
+        """Executes the queued actions; waits for an action if there is no step to make."""
         while not self._stopping and (not self._actions.empty() or not self._has_step()):
             if self._actions.empty():
                 self._show("idle")

@@ -256,7 +256,7 @@ class EmbeddedEngine:
     # Control
 
     async def join_run(self, run: str) -> None:
-        """Does nothing: the engine's caches are its own, so it finds no entries of other runs."""
+        """Does nothing, because no other engine's entries are in this engine's caches."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
         """Stops generation; returns once no step runs and none will start."""
@@ -292,7 +292,7 @@ class EmbeddedEngine:
         await _answer(self._started().clear_cache())
 
     async def perform(self, operation: UpdateOperation) -> Done:
-        """Carries out an operation of an update; a chunk is loaded before the next is received."""
+        """Carries out an operation of an update; each chunk is loaded before the next one comes."""
         self._started()
         require_model(getattr(operation, "target", "model"))
         updater = self._update()
@@ -404,7 +404,7 @@ class EmbeddedEngine:
         await _answer(self._started().call(action))
 
     async def _transport(self, action: Callable[[], None], *, short: bool = False) -> None:
-        """Runs ``action`` in the receiver's thread, where it may block; inline if ``short``."""
+        """Runs ``action`` in the receiver's thread, because it may block; inline if ``short``."""
         self._started()
         if short:
             action()

@@ -39,7 +39,7 @@ _NAN_BYTE: Final = 0xFF
 
 
 class ModelMemoryState(StrEnum):
-    """Which memory of a model is allocated; see the table at the top of this file."""
+    """Says which memory of a model is allocated; see the module's table."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"

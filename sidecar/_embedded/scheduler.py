@@ -61,7 +61,7 @@ class BatchScheduler:
         self._end(sequences_of(request), closed=True)
 
     def step(self, *, admit: bool, version: int) -> None:
-        """Makes one step: every running sequence gets a token.
+        """Computes one step, in which every running sequence gets a token.
 
         There must be a sequence to run.
 

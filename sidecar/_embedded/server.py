@@ -39,7 +39,7 @@ _GUARDED: Final = ("/v1", "/inference")  # as vLLM's API key does
 
 
 class ServedEngine(Protocol):
-    """What :class:`DataPlane` needs of the engine that it serves.
+    """The part of an engine that :class:`DataPlane` uses.
 
     Attributes:
         vocab_size: how many tokens the vocabulary has.
@@ -141,7 +141,7 @@ class DataPlane:
 
 
 async def _stream(http: web.Request, generation: Generation, request_id: str) -> web.StreamResponse:
-    """Sends server-sent events: one per delta, all that are ready in one write."""
+    """Sends one server-sent event per delta; ready deltas share one write."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )

@@ -130,7 +130,7 @@ class Updater:
         return room
 
     def start(self, *, recover: bool, staged: bool) -> None:
-        """Begins the armed update; ``recover`` discards an earlier one that has not ended."""
+        """Begins the armed update; ``recover`` discards an earlier update that has not ended."""
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
@@ -153,7 +153,7 @@ class Updater:
         self._state = UpdaterState.LOADING
 
     def extend(self, part: Manifest) -> None:
-        """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
+        """Adds further tensors to the manifest; refuses wrong tensors as :meth:`arm` does."""
         try:
             manifest = self._loading("extend").join(part)
         except ValueError as error:
@@ -220,7 +220,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def finish(self) -> None:
-        """Records that all chunks are loaded or staged; rejects the call if one is missing."""
+        """Records that all chunks are loaded or staged; rejects the call if a chunk is missing."""
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")

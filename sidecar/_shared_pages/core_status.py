@@ -237,7 +237,7 @@ class CoreStatusPage:
             _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def view(self) -> CoreStatusView:
-        """Returns what the page shows now."""
+        """Returns the state that the page shows now."""
         return _read(self._memory)
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class CoreStatusReader:
         self.path = path
 
     def read(self) -> CoreStatusView:
-        """Returns what the page shows now.
+        """Returns the state that the page shows now.
 
         Raises:
             NoPage: there is no page (yet, or any more), or it has another layout.

@@ -87,7 +87,7 @@ class PauseLease(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """What the engine core did because a pause lease was over.
+    """The engine core's action because a pause lease was over.
 
     From then on, calls of an update are not permitted under that lease.
 
@@ -192,12 +192,12 @@ class PauseLeasePage:
         self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core last did because a lease was over; None: nothing yet."""
+        """Returns the core's last action because a lease was over; None before the first."""
         found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 
     def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
-        """Writes what the core did when a lease was over. Only the core calls this.
+        """Writes the core's action because a lease was over. Only the core calls this.
 
         Args:
             serial: the number of that lease (:attr:`PauseLease.serial`).
@@ -250,11 +250,11 @@ class LeaseInMemory:
         return None
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core last did because a lease was over; None: nothing yet."""
+        """Returns the core's last action because a lease was over; None before the first."""
         return self._outcome
 
     def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
-        """Writes what the core did when a lease was over; see :class:`PauseLeasePage`."""
+        """Writes the core's action because a lease was over; see :class:`PauseLeasePage`."""
         self._outcome = LeaseOutcome(serial, state, reason)
 
 

@@ -1,4 +1,4 @@
-"""Shared-memory pages whose records readers always find complete.
+"""Shared-memory pages with records that a reader always finds complete.
 
 A page is a small file, on tmpfs if there is one. One process creates the page, and others map it.
 Each record has two slots, which are written in turn. A slot holds a checksum (CRC-32 of the fields

@@ -1,4 +1,4 @@
-"""Finds a free port for a child process, and makes the child end with its parent."""
+"""Finds free ports for child processes, and makes a child end with its parent."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
 
 
 def serving_host(command: Sequence[str], embedded: str) -> str:
-    """Returns the address of this host at which an engine serves; empty if it has a port already.
+    """Returns the address at which an engine serves; empty if its port is given already.
 
     Args:
         command: the command of a vLLM server; empty for the embedded engine.
@@ -205,7 +205,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Runs all ranks of a DP group, and restarts all of them when one dies.
+    """Runs all ranks of a DP group, and restarts all ranks when one rank dies.
 
     Args:
         restarts: how many times in a row the DP group is restarted before :meth:`run` fails. A run

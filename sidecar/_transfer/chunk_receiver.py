@@ -107,7 +107,7 @@ class ChunkReceiver:
             self._cancel()
 
     def _cancel(self) -> None:
-        """Cancels the chunks that have not arrived; if there are any, closes the transport."""
+        """Cancels the chunks that have not arrived, and closes the transport if there were any."""
         cancelled = [coming for coming in self._chunks.copy().values() if coming.cancel()]
         if cancelled and self.receiver is not None:
             self._abandoned = True

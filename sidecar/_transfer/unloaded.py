@@ -152,7 +152,7 @@ class CheckedLoading:
             )
 
     def require_loaded(self) -> None:
-        """Raises the first failure of a load or check, if there was any, and forgets it.
+        """Raises the first failure of a load or a check, once; returns if there was none.
 
         Raises:
             EngineError: as :meth:`UnloadedTensors.check`.

@@ -37,7 +37,7 @@ class CacheControl:
         self.connectors: dict[str, str] = {}
 
     def learn(self, facts: WorkerFacts) -> None:
-        """Stores what the plugin reports about salts and KV connectors.
+        """Stores the plugin's report about salts and KV connectors.
 
         Args:
             facts: the plugin's report. Unknown connectors that the sidecar's own environment names

@@ -233,7 +233,7 @@ class VllmHttpClient:
 
 
 class _Body(aiohttp.BytesPayload):
-    """A request's body in JSON; while ``is_written`` is False, the server can't have all of it."""
+    """A request's body in JSON; until ``is_written``, the server can't have all of it."""
 
     def __init__(self, body: Any) -> None:
         super().__init__(json.dumps(body).encode(), content_type="application/json")
@@ -325,7 +325,7 @@ class HttpConnection(VllmHttpClient):
             await self.server.stop(at_once=self._has_died)
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Returns the reason when the server has ended, reports a dead engine, or listens no more.
+        """Waits until the server ends, stops listening or reports a dead engine; returns which.
 
         A server that is slow to answer is busy, not dead. ``on_look`` is called before each check.
         """

@@ -78,7 +78,7 @@ class InProcessConnection:
         return str(vllm.__version__)
 
     async def config(self) -> dict[str, Any]:
-        """Returns those parts of vLLM's configuration (``VllmConfig``) that the adapter needs."""
+        """Returns the parts of vLLM's configuration (``VllmConfig``) that the adapter needs."""
         config = self._llm.vllm_config
         transfer = config.weight_transfer_config
         return {
@@ -187,7 +187,7 @@ class InProcessConnection:
         self.loaded[name] = LoRARequest(*arguments)
 
     async def undo_adapter(self, name: str) -> None:
-        """Forgets the loaded LoRA adapter, or recalls the removed one; workers have done so."""
+        """Forgets the loaded LoRA adapter, or restores the removed one, as the workers have."""
         self.loaded.pop(name, None)
         if name in self._removed:
             self.settled[name] = self._removed.pop(name)

@@ -194,7 +194,7 @@ class CoreLink:
 
 
 def check_ranks(who: str, parallel: Mapping[str, Any]) -> None:
-    """Refuses a vLLM whose data parallel ranks the bus can't pause one by one.
+    """Refuses a vLLM if the bus can't pause each of its data parallel ranks.
 
     One sidecar drives one rank, or one engine with all its ranks, and their number must stay the
     same.

@@ -43,7 +43,7 @@ class AdapterRoutes:
         self._known = self._removed = False
 
     async def check(self, name: str) -> None:
-        """Checks that the server can have a LoRA adapter, and whether it has one of that name.
+        """Checks that the server can load a LoRA adapter, and records whether it has the name.
 
         Args:
             name: the adapter's name.
@@ -81,7 +81,7 @@ class AdapterRoutes:
         await self._post(LOAD, body)
 
     async def undo(self, name: str) -> None:
-        """Undoes :meth:`load` or :meth:`remove`, so that the server has what it had before."""
+        """Undoes :meth:`load` or :meth:`remove`, so that the server has its earlier adapter."""
         if self._removed:
             self._removed = False
             await self.load(name, f"{ADAPTER_PATHS}restored-{secrets.token_hex(8)}")
@@ -89,7 +89,7 @@ class AdapterRoutes:
             await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
 
     async def remove(self, name: str) -> None:
-        """Makes the server answer 404 to requests for an adapter, if it has one of that name."""
+        """Unloads an adapter, so that the server answers 404 to requests for its name."""
         status = await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
         self._removed |= status == HTTPStatus.OK
 

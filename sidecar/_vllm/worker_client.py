@@ -173,7 +173,7 @@ class WorkerClient:
         return ops.Done(ahead=min(each.ahead for each in done))
 
     async def _on_done(self, operation: UpdateOperation, done: list[ops.Done]) -> None:
-        """Records what the workers have done; makes vLLM's front end follow for an adapter."""
+        """Records the operation's results; makes vLLM's front end follow for an adapter."""
         match operation:
             case ops.Open(backend=backend):
                 self._adapter.name = adapter_of(backend)
@@ -230,7 +230,7 @@ class WorkerClient:
         return 0  # the adapter counts them
 
     async def call_off(self) -> None:
-        """Cancels a swap that waits for other ranks, or a staged receive that waits for its sender.
+        """Cancels a swap that waits for ranks, or a staged receive that waits for its sender.
 
         A request of the core interrupts what the staging channels do.
         """

@@ -88,7 +88,7 @@ class Rendezvous:
         return value
 
     def lease_store(self) -> Store:
-        """Returns a connection of its own to the store, for votes that end a pause."""
+        """Returns a new connection to the store, for the votes that end a pause."""
         store: Store = self._bounded(
             lambda: dist.PrefixStore(self._options.group, self._store.clone())
         )

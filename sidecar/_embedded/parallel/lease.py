@@ -1,4 +1,4 @@
-"""Ends the pause of an embedded rank when its lease is over, together with the other ranks.
+"""Ends the pause of embedded ranks together when a rank's lease is over.
 
 The rules are those of :mod:`sidecar._lease_agreement`. The sidecar is in the rank's process, so the
 lease is no shared page. It can still be over while the sidecar lives, because the broker is gone.

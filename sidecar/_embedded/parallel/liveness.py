@@ -1,4 +1,4 @@
-"""Connects ranks so that all notice when one of them has gone, also while idle.
+"""Connects the ranks of a DP group, so that all notice a lost rank, also while idle.
 
 Rank 0 listens and the others connect. Each connection ends with its process, however that ends, and
 rank 0 reports a lost rank to the others. A rank that closes in order announces that first. The
@@ -25,7 +25,7 @@ _MAX_LINE_BYTES: Final = 64
 
 
 class RankLiveness:
-    """Connects a rank of a DP group to the others; reports when one is gone.
+    """Connects a rank of a DP group to the other ranks, and reports a lost rank.
 
     The ranks send lines ``<rank> <what>``: first ``<rank> here``; later ``leaving`` or ``gone``,
     also about other ranks.

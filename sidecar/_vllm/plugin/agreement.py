@@ -58,7 +58,7 @@ def run_before_any_continues(action: Callable[[], object]) -> None:
 
 
 def refuse(failure: WorkerFailure) -> None:
-    """Raises in the worker of the last rank a failure that all workers have agreed on.
+    """Raises an agreed failure in the last worker, and returns in the others.
 
     vLLM reads the workers' answers in the order of ranks, and stops at the first error. It would
     take the unread answers for those of the next call. So in all other workers this function

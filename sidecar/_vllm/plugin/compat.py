@@ -55,7 +55,7 @@ def reloading_layers(model: Any) -> list[Any]:
 
 
 def check_backend(backend: str, who: str) -> None:
-    """Refuses an engine whose weights the bus can't update.
+    """Refuses an engine if the bus can't update its weights.
 
     Args:
         backend: the backend chosen at boot, wavebus's or vLLM's; empty for none.

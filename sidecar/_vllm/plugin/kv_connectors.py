@@ -100,7 +100,7 @@ def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
 
 
 def explain(name: str, how: str) -> str:
-    """Returns a text that says whether a connector allows updates, and if not, what to change."""
+    """Returns a text that says whether a connector allows updates, or what to change."""
     if not how.startswith(REFUSED):
         return f"{name}: {how}; updates are allowed"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"

@@ -1,4 +1,4 @@
-"""What wavebus expects of vLLM functions that it calls as they are.
+"""Expectations about the vLLM functions that wavebus calls without wrapping them.
 
 Each :class:`Seam` here names parts of vLLM, what wavebus expects of them, and which of its features
 need them.

@@ -56,7 +56,7 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """What the plugin reports to the sidecar about its engine.
+    """The facts that the plugin reports to the sidecar about its engine.
 
     Attributes:
         coordinator: ``vllm`` or ``bus``, whichever coordinates the DP group.
@@ -133,7 +133,7 @@ def _unreadable(answer: Any, error: Exception) -> EngineError:
 
 
 def read_yes(answer: Any) -> bool | None:
-    """Returns the bool that the first core has answered; None if the core has no such method."""
+    """Returns the first core's answer, a bool; None if the core lacks the method."""
     said = str(answer[0]) if isinstance(answer, list) and answer else ""
     return {"True": True, "False": False}.get(said)  # over HTTP the answer is the text of a bool
 

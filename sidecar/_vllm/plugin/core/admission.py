@@ -127,7 +127,7 @@ def _of(core: Any) -> CoreAdmission:
 
 
 def _has_unknown_waves(core: Any) -> bool:
-    """Returns whether it is unknown who starts a lockstep core's waves, front ends or cores.
+    """Returns whether it is unknown if front ends or cores start a lockstep core's waves.
 
     The admission of such a core can't be closed.
     """

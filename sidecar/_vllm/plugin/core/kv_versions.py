@@ -311,7 +311,7 @@ def connector_finished(original: Callable[..., Any], scheduler: Any, request: An
 def matched_tokens(
     original: Callable[..., Any], nixl: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    """Makes a decode engine compute a prompt whose keys and values it must not fetch.
+    """Makes a decode engine compute a prompt if it must not fetch the keys and values.
 
     These are of another version, or the prefill engine may have reused their blocks. Wraps
     ``get_num_new_matched_tokens``, by which the connector says how many tokens it can fetch.

@@ -206,7 +206,7 @@ class LeaseGuard:
             self.check_lease()
 
     def check_lease(self) -> None:
-        """Ends the pause as the module's table says, if its lease is over."""
+        """Ends the pause by the module's table, if the pause's lease is over."""
         if self.rank is not None:
             self.rank.look()
             return
@@ -250,7 +250,7 @@ class LeaseGuard:
             self._core.resume_scheduler()
 
     def restore(self, lease: PauseLease) -> None:
-        """Restores what the update had begun to change, and wakes memory that is asleep."""
+        """Undoes the changes of an unfinished update, and wakes memory that is asleep."""
         if lease.begun == "adapter":
             perform(self._core, operations.UndoAdapter(settled=True))
         elif lease.begun:
@@ -293,7 +293,7 @@ class LeaseGuard:
         }
 
     def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
-        """Returns what all cores decide together, and why; this core has voted already."""
+        """Returns the decision of all cores, and its reason; this core has voted already."""
         waits = ""
         for name, peer in peers.items():
             try:

@@ -59,7 +59,7 @@ FIXES: Final = Seam(
 
 
 def _has_agreed(core: Any) -> bool:
-    """Returns whether all ranks are paused and idle, as far as this rank knows."""
+    """Returns whether this rank has seen that all ranks are paused and idle."""
     return (
         is_paused(core)
         and core.ignore_start_dp_wave
@@ -70,7 +70,7 @@ def _has_agreed(core: Any) -> bool:
 
 @FIXES.wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self")
 def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
-    """Resumes a paused rank, and starts the wave whose START_DP_WAVE it dropped in the pause.
+    """Resumes a paused rank, and starts the wave of a START_DP_WAVE dropped in the pause.
 
     A rank that is not paused does nothing.
     """

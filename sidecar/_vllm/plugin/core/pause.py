@@ -105,7 +105,7 @@ def _is_quiet(core: Any) -> bool:
 
 
 def _free_failed_loads(scheduler: Any) -> None:
-    """Frees the blocks of requests whose load of keys and values has failed and ended.
+    """Frees the blocks of requests after their load of keys and values has failed.
 
     vLLM frees a request's blocks when it is the request's turn. If they are too few for it, because
     it shares others with a request behind it, both would wait forever.

@@ -86,7 +86,7 @@ def is_paused(core: Any) -> bool:
 
 
 def siblings(pid: int) -> tuple[int, ...]:
-    """Returns the pids of all cores whose parent process is that of this core.
+    """Returns the pids of all cores that have the same parent process as this core.
 
     These are the cores behind one client, this one included.
     """
@@ -231,7 +231,7 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Shows the core as working while it handles a request or a worker call; notes long prompts."""
+    """Shows the core as working during a request or a worker call; records prompt lengths."""
     watch.enter("work")
     if request and getattr(request_type, "name", "") == "ADD":
         watch.page.limit.on_prompt(getattr(request[0], "num_prompt_tokens", 0))
@@ -300,7 +300,7 @@ def agreement(
 @LOCKSTEP_STATUS.wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self")
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Shows the rank as in a barrier during its resume, which waits for the other ranks."""
+    """Shows the rank as in a barrier while its resume waits for the other ranks."""
     watch.enter("barrier")
     core.wavebus_resuming = True
     try:

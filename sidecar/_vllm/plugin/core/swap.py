@@ -296,7 +296,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
 
 
 def _clear_caches(core: Any, swap: ReadySwap) -> None:
-    """Drops what the old weights computed, if asked; no step runs before the swap."""
+    """Drops caches of the old weights, if asked; no step runs before the swap."""
     if not swap.operation.clear_cache:
         return
     try:
@@ -341,7 +341,7 @@ def has_global_unfinished_reqs(
 
 
 def _swap_together(core: Any) -> None:
-    """Swaps, or calls the swap off, in all ranks; all of them are here, before the same step."""
+    """Swaps or cancels in all ranks, which are all before the same step."""
     ready, core.wavebus_ready = core.wavebus_ready, None
     core.wavebus_soon_until_s = 0.0
     problem: Exception | None = None

@@ -37,7 +37,7 @@ _LARGE_BYTES: Final = 1 << 20
 
 
 class NoPlanError(Exception):
-    """No copy plan can load the tensors of a manifest; the text says why."""
+    """The reason why no copy plan can load the tensors of a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class CopyBatch:
 
 
 def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None) -> None:
-    """Checks that no element is filled twice; with ``numel``, that each one is filled."""
+    """Checks that no element is filled twice and, with ``numel``, that all are filled."""
     end = 0
     for begin, length in _runs(name, regions):
         if begin < end:

@@ -156,5 +156,5 @@ def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | No
 def reduce_scatterv_into_output(
     self: Any, input_: Any, output: Any, dim: int = -1, sizes: list[int] | None = None
 ) -> Any:
-    """Does what :func:`reduce_scatterv` does, and writes the result into ``output``."""
+    """Calls :func:`reduce_scatterv`, and writes the result into ``output``."""
     return output.copy_(reduce_scatterv(self, input_, dim, sizes))

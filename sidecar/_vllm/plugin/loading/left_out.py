@@ -1,4 +1,4 @@
-"""Finds parts of a model that vLLM has left out, such as the tower of a text-only engine.
+"""Finds parts of a model that vLLM has left out, such as a vision tower.
 
 vLLM does not build a part that no request can use: with ``--limit-mm-per-prompt`` of 0 for all of
 its modalities, a tower is a placeholder without weights. A trainer's model has the whole tower.
@@ -22,7 +22,7 @@ _PLACEHOLDER = "StageMissingLayer"
 
 
 def left_out_refusal(model: torch.nn.Module, name: str, names: Iterable[str]) -> EngineError | None:
-    """Returns the refusal of a tensor that belongs to a part that vLLM has left out.
+    """Returns the refusal of a tensor whose part of the model vLLM has left out.
 
     Args:
         model: the model, or its meta model.

@@ -1,4 +1,4 @@
-"""Records what a model's own loader does with the tensors that it is given.
+"""Records the operations of a model's own loader on the tensors that it gets.
 
 A torch dispatch mode observes every write into a parameter or buffer, and which tensor the written
 elements came from. A view shares the storage of its tensor, so a copy shows which elements went

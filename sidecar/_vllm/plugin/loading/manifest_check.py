@@ -154,7 +154,7 @@ class ManifestChecker:
         return self._model is not None
 
     def check(self, manifest: Manifest, known: Manifest | None = None) -> LoaderTrace:
-        """Refuses a manifest that would not fill the model. A collective of the engine's workers.
+        """Refuses a manifest if it would not fill the model. A collective of the engine's workers.
 
         Args:
             manifest: names, shapes, dtypes and chunks of an update.
@@ -353,7 +353,7 @@ class ManifestChecker:
         return is_elsewhere
 
     def _missing_name(self, parameter: str, given: set[str]) -> str:
-        """Returns the trainer's name of a missing parameter, or of a fused one's missing part."""
+        """Returns the trainer's name of a missing parameter, or of the missing part if fused."""
         packed: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
         for fused, parts in packed.items():
             if f".{fused}." in parameter:
@@ -363,7 +363,7 @@ class ManifestChecker:
 
 
 def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
-    """Builds the worker's model again on the meta device, isolated from the serving one.
+    """Builds the worker's model again on the meta device, isolated from the serving model.
 
     Tensors on the meta device have no values. But layers and loaders read values from integer
     tables, such as the map of experts. So these tables are created on the CPU, with the content
@@ -486,5 +486,5 @@ def _equals_embeddings(head: TensorMeta, manifest: Manifest) -> bool:
 
 
 def _kind(meta: TensorMeta) -> tuple[str, tuple[int, ...], str]:
-    """Returns what an expert's tensor has in common with those of the layer's other experts."""
+    """Returns a key that is the same for the tensors of all experts of a layer."""
     return _EXPERT.sub(".experts.*.", meta.name), meta.shape, meta.dtype

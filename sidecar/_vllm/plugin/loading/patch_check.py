@@ -27,7 +27,7 @@ def check_in_place(
     loaded: Mapping[str, torch.nn.Parameter],
     origins: Mapping[str, str],
 ) -> None:
-    """Refuses a patch of parameters whose layout has changed since they were loaded.
+    """Refuses a patch if the patched parameters' layout has changed since their load.
 
     Args:
         vllm_config: vLLM's configuration.

@@ -45,7 +45,7 @@ PLAIN_METHODS: Final = frozenset(
 
 @dataclass(slots=True)
 class PlanEntry:
-    """What is known about loading the tensors of one manifest by a copy plan.
+    """The copy plan of one manifest's tensors, or the reason why there is none.
 
     Attributes:
         tensors: names, dtypes and shapes of the tensors.
@@ -180,7 +180,7 @@ class PlanCache:
             self._discard(known, comparison.difference, level=logging.ERROR)
 
     def on_staged(self, *, proven: bool) -> None:
-        """Records what a staged update has shown about the plan.
+        """Records whether a staged update has proven the plan.
 
         Args:
             proven: True if the loader made the same copies as the plan; False drops the plan.
@@ -204,11 +204,11 @@ class PlanCache:
 
     @property
     def entry(self) -> PlanEntry:
-        """The entry of the tensors that were armed last; before the first ARM it has no plan."""
+        """The entry of the last armed tensors; without a plan before the first ARM."""
         return self._entry or PlanEntry((), reason="nothing was armed")
 
     def account(self) -> dict[str, Any]:
-        """Returns how updates of this model are loaded, as JSON-compatible fields.
+        """Returns how updates of this model are loaded, as fields for JSON.
 
         Returns:
             ``way``: how the last update was loaded: ``plan``, ``staged`` or ``loader``; empty

@@ -284,7 +284,7 @@ def copies(
 
 
 def pad(fills: Iterable[TracedFill], target: torch.Tensor) -> int:
-    """Fills the elements of a parameter that no tensor of the update fills, such as padding.
+    """Fills elements of a parameter that no tensor of the update fills, such as padding.
 
     Args:
         fills: the regions with such elements, and their constant values, from the copy plan.

@@ -105,7 +105,7 @@ class StagedWeights:
         self._begun = True
 
     def extend(self, plan: CopyPlan) -> None:
-        """Continues an open update by the plan of its tensors so far, or of all of them.
+        """Continues an open update by a plan that also has further tensors.
 
         Raises:
             EngineError: code ``staging_refused``: memory is short.

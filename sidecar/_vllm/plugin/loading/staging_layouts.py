@@ -67,7 +67,7 @@ class StagingLayout(ABC):
         self._planned: WeakKeyDictionary[ReceivedChunk, CopyBatch] = WeakKeyDictionary()
 
     def begin(self, memory: Memory) -> None:
-        """Begins to stage an update; nothing of it is staged yet.
+        """Begins to stage an update.
 
         Args:
             memory: tensors with the names, shapes and dtypes of :attr:`shapes`. Views of the same
@@ -173,7 +173,7 @@ class StagingLayout(ABC):
 
 
 class ByTarget(StagingLayout):
-    """Stages weights as the worker needs them: one tensor per parameter or buffer."""
+    """Stages weights in one tensor for each parameter or buffer of the worker."""
 
     def __init__(self, plan: CopyPlan) -> None:
         super().__init__(plan)
@@ -193,7 +193,7 @@ class ByTarget(StagingLayout):
         self._pad(self.plan.fills)
 
     def extend(self, plan: CopyPlan) -> None:
-        """Continues an open update by a plan of more tensors, for which the memory has room."""
+        """Continues an open update by a plan with further tensors, which have memory."""
         before, self.plan = self.plan, plan
         self.shapes = {**self.shapes, **shapes_of(plan)}
         further = plan.targets.keys() - before.targets.keys()

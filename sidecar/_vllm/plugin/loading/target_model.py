@@ -131,7 +131,7 @@ class TargetModel:
         self.unloaded.begin(names, is_open=armed is not None and armed.manifest.is_open)
 
     def without_tied_head(self, received: Tensors) -> Tensors:
-        """Returns received tensors without that of a tied output head.
+        """Returns the received tensors, except a tied output head.
 
         The head shares the embeddings' memory, so it is loaded with them. :attr:`unloaded` has
         found both equal.
@@ -156,7 +156,7 @@ class TargetModel:
             info.load_numel = 0
 
     def process_deferred(self, dtype: torch.dtype) -> None:
-        """Makes vLLM post-process the layers that it leaves for the end of a load."""
+        """Makes vLLM post-process the layers that are due at the end of a load."""
         for layer in deferred_layers(self.model):
             layer.process_weights_after_loading(dtype)
 

@@ -88,10 +88,10 @@ class VllmReceiver(Protocol):
         """
 
     def finish(self) -> None:
-        """Releases what vLLM keeps between an update's chunks."""
+        """Releases the memory that vLLM keeps between an update's chunks."""
 
     def drain(self, operation: Drain) -> None:
-        """Receives what the sender sends, and discards it.
+        """Receives the sender's tensors, and discards them.
 
         If this fails, the transport is closed.
         """
@@ -341,7 +341,7 @@ def _layout_mismatch(target: TargetModel, plan: CopyPlan) -> str:
 
 @contextlib.contextmanager
 def _timed(device: torch.device) -> Iterator[list[float]]:
-    """Measures a block until the device has finished it; yields a list for the ms that it took.
+    """Measures a block until the device has finished; yields a list that gets the ms.
 
     On a GPU the clock starts when the device has finished all earlier work.
     """

@@ -455,7 +455,7 @@ def worker_index(parallel: Any) -> int:
 
 
 def not_this_engine(backend: str) -> EngineError:
-    """Returns the error for an operation on a worker engine that was not chosen at boot."""
+    """Returns the error for a worker engine of vLLM's that was not chosen at boot."""
     return EngineError(
         f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
         code=NackCode.BACKEND_MISSING,

@@ -174,11 +174,11 @@ class LoraAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The adapters that vLLM can load: those for new requests, and the retired ones."""
+        """The names of adapters that vLLM can load, for new requests or retired."""
         return tuple(sorted(self._held | self._retired))
 
     def remove(self, name: str) -> None:
-        """Retires the adapter of a name, and unloads it from vLLM; does nothing if there is none.
+        """Retires the adapter of a name, if there is one, and unloads it from vLLM.
 
         :meth:`undo` restores it.
         """
@@ -257,7 +257,7 @@ class LoraAdapters:
             self._stepping = False
 
     def replacement_for(self, request: Any) -> tuple[Any, Any]:
-        """Decides what vLLM must load for one of its requests to load an adapter.
+        """Returns the adapter that vLLM must load when it asks for an adapter.
 
         An adapter that a user loads from a path outside the bus replaces the bus's of that name.
 
@@ -306,7 +306,7 @@ class LoraAdapters:
 
 
 def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
-    """Gives vLLM an adapter that came over the bus instead of one from disk."""
+    """Gives vLLM an adapter that came over the bus, instead of reading a file."""
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         return original(manager, lora_request)

@@ -53,7 +53,7 @@ def peft_helper(config: dict[str, Any], lora_config: Any) -> Any:
 
 
 def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> None:
-    """Checks that a LoRA adapter fits the modules of the model that take one.
+    """Checks that a LoRA adapter fits the model's modules that take LoRA.
 
     A collective of the engine's workers, because each has a part of the model.
 
@@ -93,7 +93,7 @@ def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> N
 
 
 def weights_mapper(model: Any) -> Any:
-    """Returns vLLM's mapper from a checkpoint's tensor names to its own; None without one."""
+    """Returns vLLM's mapper from a checkpoint's tensor names to vLLM's; None without one."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
 

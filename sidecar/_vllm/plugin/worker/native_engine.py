@@ -66,7 +66,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._checked = CheckedLoading(self._loadable["model"].unloaded)  # of one update
 
     def preempted(self) -> AbstractContextManager[None]:
-        """Keeps the staging channel from vLLM's engine during a block, in which others use it."""
+        """Keeps the staging channel from using vLLM's engine during a block."""
         return self._stager.channel.preempted()
 
     @property
@@ -97,11 +97,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._transport.receive(info, metas, put)
 
     def finish(self) -> None:
-        """Releases what vLLM keeps between an update's chunks."""
+        """Releases the memory that vLLM keeps between an update's chunks."""
         self._transport.finish()
 
     def drain(self, operation: ops.Drain) -> None:
-        """Receives what the sender sends, and discards it; see :class:`VllmReceiver`."""
+        """Receives the sender's tensors, and discards them; see :class:`VllmReceiver`."""
         try:
             if operation.backend != self._receiver.backend:
                 raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")

@@ -41,7 +41,7 @@ def create_engine(
     device: Any,
     model: Any,
 ) -> Any:
-    """Creates the chosen weight transfer engine as one that a sidecar can drive."""
+    """Creates the chosen weight transfer engine so that a sidecar can drive it."""
     engine = _guarded(factory, config.backend)
     if engine is None:
         return original(factory, config, vllm_config, device, model)
@@ -49,7 +49,7 @@ def create_engine(
 
 
 def _guarded(factory: Any, backend: str) -> type[Any] | None:
-    """Returns the class to create instead of the registered one; None: the registered one."""
+    """Returns a class to create instead of the registered class, or None."""
     registered = factory._registry.get(backend)  # noqa: SLF001 - there is no other way in
     if backend == BACKEND or backend in UNSUPPORTED or registered is None:
         return None

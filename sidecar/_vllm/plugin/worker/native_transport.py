@@ -161,7 +161,7 @@ class VllmTransport:
             self._engine._packed_importer.close()  # noqa: SLF001 - as vLLM's finish_weight_update
 
     def discard(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        """Receives what the sender sends, and discards it. The caller holds the lock as above.
+        """Receives the sender's tensors, and discards them. The caller holds the channel's lock.
 
         Args:
             update_info: the arguments of vLLM's ``update_weights``; the tensors' names don't count.
