@@ -199,7 +199,7 @@ class Sidecar:
     def _client(self) -> PeerClient:
         """The sidecar's end of the link to the broker; raises BusClosed before the start."""
         if self._peer is None:
-            raise BusClosed("start() first, or use `async with`")
+            raise BusClosed("the sidecar is not started: call start(), or use `async with`")
         return self._peer
 
     async def __aexit__(self, _kind: object, exc: BaseException | None, *_: object) -> None:

@@ -164,7 +164,7 @@ def is_core_subscription(parts: Sequence[bytes]) -> bool:
     """
     frame = _only(parts)
     if frame not in (SUBSCRIBE, UNSUBSCRIBE):
-        raise BadFrame("from a core: no subscription")
+        raise BadFrame("from a core: the frame is no subscription")
     return frame == SUBSCRIBE
 
 

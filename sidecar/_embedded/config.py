@@ -64,7 +64,7 @@ def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
         raise UsageError(f"{path}: {error}") from error
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % kv_heads:
-        raise unsupported("num_attention_heads", f"{heads} over {kv_heads} KV heads")
+        raise unsupported("num_attention_heads", f"{heads} heads over {kv_heads} KV heads")
     if config.experts and config.experts_per_token > config.experts:
         chosen = f"{config.experts_per_token} of {config.experts} experts"
         raise unsupported("num_experts_per_tok", chosen)

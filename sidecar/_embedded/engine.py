@@ -117,7 +117,7 @@ class EmbeddedEngine:
         if dp is not None and self._config.experts < dp.size:
             raise UsageError(
                 f"model={model}: a model with {self._config.experts} experts can't be spread over "
-                f"{dp.size} data parallel ranks; start engines of their own"
+                f"{dp.size} data parallel ranks; start separate engines"
             )
         self._rank: DpRank | None = None
         self._page = CoreStatusPage(core_page, rank=dp.rank if dp else 0)

@@ -131,7 +131,7 @@ class TwoSlotRecord:
                 return max(found)[1]
             if not any(self._numbers()):
                 return None
-        raise NoPage("no slot is complete")
+        raise NoPage("the page has no complete record")
 
     def _numbers(self) -> tuple[int, int]:
         """Returns the write number of each slot, complete or not."""

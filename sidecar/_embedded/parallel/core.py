@@ -146,7 +146,7 @@ class LockstepCore(EngineCore):
 
     def call_off(self) -> Future[None]:
         """Cancels a swap that waits for other ranks."""
-        return self.call(lambda: self._cancel_swap("it was called off"))
+        return self.call(lambda: self._cancel_swap("the sidecar has cancelled it"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
         """Handles START_DP_WAVE of the coordinator; safe in any thread.

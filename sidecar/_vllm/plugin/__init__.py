@@ -70,7 +70,7 @@ def register() -> None:
     if reason and by_bus:
         raise RuntimeError(f"wavebus: {environment.DP_COORDINATOR}=bus: {reason}")
     if reason:
-        _log.warning("wavebus: not registered: %s", reason)
+        _log.warning("wavebus: the plugin is off: %s", reason)
         return
     _registered = True
     _install(by_bus=by_bus)
@@ -93,6 +93,6 @@ def _install(*, by_bus: bool) -> None:
         if why:
             raise coordinator.refusal(why)
         form = installation.report().forms["dp coordinator"]
-        _log.info("wavebus: DP coordinator replaced; in this vLLM %s", form)
+        _log.info("wavebus: the bus's DP coordinator replaces vLLM's; in this vLLM %s", form)
     if "vllm.v1.worker.worker_base" in sys.modules:
         installation.install("worker")

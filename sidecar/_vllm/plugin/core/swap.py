@@ -227,7 +227,7 @@ def swap(core: Any, operation: str) -> Any:
     if core.pending_pause or core.ignore_start_dp_wave or is_paused(core):
         raise SwapRefused("called off: the rank is paused")
     if core.wavebus_ready is not None:
-        raise SwapRefused("called off: another one is under way")
+        raise SwapRefused("called off: another swap is under way")
     core.wavebus_ready = asked
     if not core.engines_running:
         core.engines_running = True

@@ -201,7 +201,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         """
         by = "channel" if worker is None else "core"
         if operation.carrier not in (by, "either"):
-            raise wrong_state(f"the {by} can't carry {type(operation).__name__}")
+            raise wrong_state(f"{type(operation).__name__} can't come by the {by}")
         stager = self._stager
         match operation:
             case operations.Greet():

@@ -169,7 +169,8 @@ def _check_pair(pair: _Pair, sizes: tuple[int, int] | None) -> None:
         if other not in pair.halves:
             meta = pair.halves[suffix]
             raise refused(
-                meta.name.removesuffix(suffix) + other, f"missing: the other half of {meta.name}"
+                meta.name.removesuffix(suffix) + other,
+                f"missing: the other half of {meta.name}'s pair",
             )
     for suffix, meta in pair.halves.items():
         first = suffix == _SUFFIXES[0]
