@@ -54,7 +54,6 @@ class _SidecarCommand(click.Command):
     """Adds to errors a hint to put ``--`` before a server's command, if it is missing."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the command line."""
         separated = "--" in args  # parsing empties the list
         has_server = any("vllm" in each or "--model" in each for each in args)
         try:

@@ -109,16 +109,13 @@ class DpCoordinatorProcess:
         return self._process.poll()
 
     def is_alive(self) -> bool:
-        """Returns whether the process runs."""
         return self._process.poll() is None
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the process."""
         self._stopping = True
         self._process.terminate()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process."""
         self._stopping = True
         self._process.kill()
 

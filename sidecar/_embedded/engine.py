@@ -264,7 +264,6 @@ class EmbeddedEngine:
         return len(self._generations)
 
     async def resume(self) -> None:
-        """Resumes generation."""
         await self._call(self._update().resume)
 
     async def sleep(self, level: SleepLevel) -> None:

@@ -167,15 +167,12 @@ class Alone:
     """An exchange without other ranks, because this rank computes all experts."""
 
     def own(self, experts: int) -> range:
-        """Returns all experts."""
         return range(experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Returns the rows as they are, because all their experts are here."""
         return rows, [list(counts)]
 
     def combine(self, results: Tensor) -> Tensor:
-        """Returns the results as they are."""
         return results
 
 
@@ -231,7 +228,6 @@ class Mlp(nn.Module):
         self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps hidden states [..., hidden] to the same shape."""
         return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 

@@ -30,7 +30,6 @@ from sidecar._shared_pages.two_slot_page import (
 if TYPE_CHECKING:
     import mmap
     from pathlib import Path
-    from typing import Self
 
 _KIND: Final = b"WBCP"
 _LAYOUT: Final = 6
@@ -178,12 +177,6 @@ class CoreStatusPage:
         self._memory = make_page(path, _KIND, _LAYOUT, PAGE_BYTES)
         self._record = _record(self._memory)
         self.enter("idle")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def count(
         self,

@@ -361,7 +361,6 @@ class HttpConnection(VllmHttpClient):
             await anyio.sleep(HEALTH_PERIOD_S)
 
     async def software_version(self) -> str:
-        """Returns vLLM's version."""
         return str((await self._json("GET", "/version", timeout_s=ANSWER_S))["version"])
 
     async def config(self) -> dict[str, Any]:

@@ -72,7 +72,6 @@ class InProcessConnection:
         return "vLLM's engine core is dead"
 
     async def software_version(self) -> str:
-        """Returns vLLM's version."""
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
 
         return str(vllm.__version__)

@@ -186,7 +186,6 @@ class VllmAdapter(WorkerClient):
             return 0
 
     async def resume(self) -> None:
-        """Resumes scheduling."""
         await self._vllm.resume()
 
     async def sleep(self, level: SleepLevel) -> None:

@@ -115,7 +115,6 @@ class LockstepCore(EngineCore):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the core is paused or pausing."""
         return self._mode is not None
 
     @property

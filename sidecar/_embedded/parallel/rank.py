@@ -84,12 +84,7 @@ class DpRank:
         meeting = await _blocking(lambda: Rendezvous(options))
         await _blocking(lambda: meeting.check(alike))
         addresses = await self._meet(meeting)
-        self._sockets = DpSockets.of_rank(
-            options.rank,
-            front=addresses.front,
-            core_in=addresses.core_in,
-            core_out=addresses.core_out,
-        )
+        self._sockets = DpSockets.of_rank(options.rank, **asdict(addresses))
         self._group = await _blocking(meeting.join)
         self._store = await _blocking(meeting.lease_store)
         return GroupExchange(self._group)

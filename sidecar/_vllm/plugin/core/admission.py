@@ -112,7 +112,6 @@ class CoreAdmission:
     served: bool = True
 
     def is_admitted(self, request_id: str) -> bool:
-        """Returns whether a request with this id is admitted."""
         if self.passes:
             return self.passes in request_id
         return bool(self.admits)

@@ -205,7 +205,6 @@ class ArmedUpdate:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the update."""
         return self.announced.manifest
 
     def counts(self, seq: int) -> tuple[int, ...]:

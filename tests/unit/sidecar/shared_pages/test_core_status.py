@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -33,7 +34,7 @@ PHASES: tuple[CorePhase, ...] = ("idle", "work", "step", "dummy", "sync", "barri
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    with CoreStatusPage(tmp_path / "page", rank=3) as page:
+    with closing(CoreStatusPage(tmp_path / "page", rank=3)) as page:
         for number, phase in enumerate(PHASES):
             flags = LOCALLY_PAUSED | GLOBALLY_PAUSED
             page.count(step=number, wave=7, flags=flags, waiting=2, running=1, untagged=number)
@@ -51,7 +52,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that tells no time is not, nor is one whose core waits for work; but one whose core has
     stood in a step for a minute is."""
-    with CoreStatusPage(None) as page:
+    with closing(CoreStatusPage(None)) as page:
         assert (page.view().beat_s, page.view().is_frozen) == (0.0, False)
         page.beat()
         assert 0 < page.view().beat_s <= time.monotonic()
@@ -116,7 +117,7 @@ def test_a_step_that_was_held_up_is_no_measure() -> None:
 
 def test_a_page_says_how_long_its_step_may_take() -> None:
     """A core in a step beyond that is frozen, if it has requests, and runs again with the next."""
-    with CoreStatusPage(None) as page:
+    with closing(CoreStatusPage(None)) as page:
         for step in range(11):
             page.count(step=step, wave=0, running=1)
             page.enter("step")
@@ -136,7 +137,7 @@ def test_a_page_says_how_long_its_step_may_take() -> None:
 
 
 def test_a_page_is_its_owners(tmp_path: Path) -> None:
-    with CoreStatusPage(tmp_path / "page"):
+    with closing(CoreStatusPage(tmp_path / "page")):
         assert (tmp_path / "page").stat().st_mode & 0o777 == 0o600
 
 
@@ -144,7 +145,7 @@ def test_a_page_of_another_user_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who can write where pages lie could report anything. Root reads the pages of all."""
-    with CoreStatusPage(tmp_path / "page"), PauseLeasePage.make(tmp_path / "page.hold"):
+    with closing(CoreStatusPage(tmp_path / "page")), PauseLeasePage.make(tmp_path / "page.hold"):
         monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "page").stat().st_uid + 1)
         with pytest.raises(NoPage, match="another user"):
             CoreStatusReader(tmp_path / "page").read()
@@ -168,14 +169,14 @@ def test_a_new_core_takes_the_page_over(tmp_path: Path) -> None:
     first = CoreStatusPage(tmp_path / "page", rank=1)
     first.count(step=9, wave=9)
     first.enter("step")
-    with CoreStatusPage(tmp_path / "page", rank=1):
+    with closing(CoreStatusPage(tmp_path / "page", rank=1)):
         assert (reader.read().phase, reader.read().step) == ("idle", 0)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_write_cut_anywhere_shows_the_one_before(tmp_path: Path, backwards: bool) -> None:
     """A writer that has come as far as any byte, its stores seen in order or the last first."""
-    with CoreStatusPage(tmp_path / "page") as page:
+    with closing(CoreStatusPage(tmp_path / "page")) as page:
         page.count(step=1, wave=1)
         page.enter("step")
         before, then = page.view(), (tmp_path / "page").read_bytes()

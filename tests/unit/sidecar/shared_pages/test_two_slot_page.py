@@ -72,7 +72,7 @@ def test_a_record_of_which_no_slot_is_whole_is_none() -> None:
     before = memory[:]
     record(memory).write(b"one")
     memory[changed(memory, before)[-1]] ^= 0xFF
-    with pytest.raises(NoPage, match="no slot"):
+    with pytest.raises(NoPage, match="no complete record"):
         record(memory).read()
 
 
