@@ -156,7 +156,7 @@ class Exchange(Protocol):
         """Sends results back to the ranks of their rows, and receives this rank's results.
 
         Args:
-            results: what this rank's experts have computed, in the order of the received rows.
+            results: the results of this rank's experts, in the order of the received rows.
 
         Returns:
             The results of the rows that this rank has sent, in their order.

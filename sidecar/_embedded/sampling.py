@@ -89,7 +89,7 @@ def choice_seed(seed: int, index: int) -> int:
 class SamplingBatch:
     """Samples the next tokens of one batch of sequences.
 
-    It holds the sequences' parameters as tensors, and is made anew when the batch changes.
+    The object holds the sequences' parameters as tensors; a changed batch needs a new object.
 
     Args:
         seeds: each sequence's seed, from :func:`choice_seed`.

@@ -63,7 +63,7 @@ class PauseLease(msgspec.Struct, frozen=True):
         writer_pid: the pid of the sidecar that wrote the lease.
         dp_group: the DP group's name on the bus, for people who read the page.
         version: the weight version that the engine serves.
-        begun: what an update under way overwrites: ``model``, ``draft`` or (LoRA) ``adapter``;
+        begun: the part that an update overwrites now: ``model``, ``draft`` or (LoRA) ``adapter``;
             empty: nothing. A staged update overwrites nothing.
         partial: models that are incomplete: some of an update was loaded, or a sleep discarded
             them.
@@ -109,7 +109,7 @@ class AbandonedPause:
 
     Attributes:
         lease: the lease that the earlier sidecar wrote last.
-        outcome: what the core did when that lease was over; None: it did nothing, or not yet.
+        outcome: the core's action when that lease was over; None if there was none so far.
     """
 
     lease: PauseLease

@@ -209,7 +209,7 @@ class RankSupervisor:
 
     Args:
         restarts: how many times in a row the DP group is restarted before :meth:`run` fails. A run
-            of over 10 minutes begins the count anew.
+            of over 10 minutes resets the count.
         output: where ranks write. Default: this process's stdout and stderr.
         env: the ranks' environment. Default: this process's.
     """

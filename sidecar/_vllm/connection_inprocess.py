@@ -72,7 +72,7 @@ class InProcessConnection:
         return "vLLM's engine core is dead"
 
     async def software_version(self) -> str:
-        import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
+        import vllm  # noqa: PLC0415 - only a process with an AsyncLLM has vLLM
 
         return str(vllm.__version__)
 

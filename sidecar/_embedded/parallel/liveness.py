@@ -90,7 +90,7 @@ class RankLiveness:
         """Leaves, and closes all connections."""
         self.leave()
         for writer in self._writers.values():
-            writer.close()  # before the first await: whoever closes may be cancelled
+            writer.close()  # before the first await, which may be cancelled
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for writer in self._writers.values():
             with contextlib.suppress(OSError):

@@ -2,7 +2,7 @@
 
 On a GPU, a release frees the memory but keeps the tensor objects, which get memory again for the
 next update. So views of the tensors, and prepared copies, stay valid from one update to the next.
-On a CPU the tensors are created anew each time, because a layer that repacks may keep the tensor
+On a CPU new tensors are created each time, because a layer that repacks may keep the tensor
 that it was given.
 """
 
@@ -26,7 +26,7 @@ class StagingBuffers:
     """Allocates and releases the staging memory of one model.
 
     Attributes:
-        tensors: the staging tensors by name; a new dict whenever the tensors are created anew.
+        tensors: the staging tensors by name; a new dict whenever new tensors are created.
     """
 
     def __init__(self, device: torch.device) -> None:
