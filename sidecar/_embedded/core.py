@@ -198,8 +198,8 @@ class EngineCore:
         The future raises what ``check`` or ``take`` has raised.
 
         Args:
-            check: called first; raises :class:`EngineError` ``called_off`` if it must not happen.
-            take: changes the weights, if ``check`` has returned. If it raises, they may be mixed.
+            check: called first; raises :class:`EngineError` ``called_off`` to cancel the swap.
+            take: changes the weights, after ``check``. If it raises, weights may be mixed.
             clear_cache: whether requests recompute their keys and values.
         """
 

@@ -264,6 +264,7 @@ class EmbeddedEngine:
         return len(self._generations)
 
     async def resume(self) -> None:
+        """Resumes generation with the next step; refused while an update is open."""
         await self._call(self._update().resume)
 
     async def sleep(self, level: SleepLevel) -> None:

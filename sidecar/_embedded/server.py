@@ -43,7 +43,7 @@ class ServedEngine(Protocol):
 
     Attributes:
         vocab_size: how many tokens the vocabulary has.
-        max_model_len: how many tokens a sequence may have, prompt and output.
+        max_model_len: how many tokens a sequence may have, prompt and output together.
         model_name: the name of the served model.
     """
 

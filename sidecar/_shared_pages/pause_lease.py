@@ -281,6 +281,6 @@ def stat_of(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Returns whether a process of this host runs. A zombie does not."""
+    """Returns whether a process of this host runs; a zombie counts as ended."""
     stat = stat_of(pid)
     return bool(stat) and stat[0] not in "ZX"

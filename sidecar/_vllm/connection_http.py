@@ -462,7 +462,7 @@ class HttpConnection(VllmHttpClient):
     ) -> ProbeResult:
         """Runs one probe: a request with greedy sampling that ignores end-of-sequence tokens.
 
-        The cores recognise a probe by its ``request_id``. ``salt`` is that of the prefix cache.
+        The cores recognise a probe by its ``request_id``. ``salt`` is the prefix cache's salt.
         """
         body = {
             "token_ids": prompt,

@@ -137,7 +137,7 @@ class LockstepCore(EngineCore):
                 made.set_exception(error)
             else:
                 self._ready = PendingSwap(take, clear_cache, made)
-                self._tell(self._waves.join_in())
+                self._send(self._waves.join_in())
                 self._note("swap_ready")
 
         self._put(run, made)
@@ -213,7 +213,7 @@ class LockstepCore(EngineCore):
         self._abort(lambda _: True)
 
     def _on_request(self, wave: int) -> None:
-        self._tell(self._waves.on_request(wave))
+        self._send(self._waves.on_request(wave))
 
     def _on_rejected(self, wave: int) -> None:
         """Joins the wave of a rejected request, because the other ranks start it."""
@@ -236,14 +236,10 @@ class LockstepCore(EngineCore):
         waves = self._waves
         waves.on_step_begin()
         first = waves.step == 0
-        if self._may_step():
-            if first:
-                self._note("wave_entered", phase="step")
-            self._step()
-        else:
-            if first:
-                self._note("wave_entered", phase="dummy")
-            self._dummy()
+        act, phase = (self._step, "step") if self._may_step() else (self._dummy, "dummy")
+        if first:
+            self._note("wave_entered", phase=phase)
+        act()
         if first:
             self._note("wave_stepped")
         if waves.on_step_end():
@@ -270,7 +266,7 @@ class LockstepCore(EngineCore):
             self._note("all_paused")
         if not waves.running:
             self._note("globally_paused" if waves.agreed else "wave_complete")
-        self._tell(report)
+        self._send(report)
 
     def _make_swap(self) -> None:
         ready, self._ready = self._ready, None
@@ -286,7 +282,7 @@ class LockstepCore(EngineCore):
             self._note("swap_called_off", why=why)
             ready.made.set_exception(swap_cancelled(why))
 
-    def _tell(self, report: CoreReport | None) -> None:
+    def _send(self, report: CoreReport | None) -> None:
         if report is not None:
             self._report(report)
 

@@ -68,20 +68,20 @@ class Rendezvous:
         """
         options = self._options
         if options.rank == 0:
-            self.tell("facts", facts)
+            self.publish("facts", facts)
         own: dict[str, object] = json.loads(json.dumps(facts))
-        for name, value in self.ask("facts").items():
+        for name, value in self.wait_for("facts").items():
             if own.get(name) != value:
                 raise EngineError(
                     f"{name} is {own.get(name)!r} on rank {options.rank} of DP group "
                     f"{options.group}, but {value!r} on rank 0: give all ranks the same"
                 )
 
-    def tell(self, key: str, value: dict[str, Any]) -> None:
+    def publish(self, key: str, value: dict[str, Any]) -> None:
         """Publishes a value for all ranks under a key, which can be used once."""
         self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
 
-    def ask(self, key: str) -> dict[str, Any]:
+    def wait_for(self, key: str) -> dict[str, Any]:
         """Waits until a value is published under a key, and returns it."""
         text = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
         value: dict[str, Any] = json.loads(text)

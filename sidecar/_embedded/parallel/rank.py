@@ -193,10 +193,10 @@ class DpRank:
             addresses = options.coordinator or await self._start_coordinator()
             host, port = await self._liveness.listen(options.address[0])
             shared = {"coordinator": asdict(addresses), "host": host, "port": port}
-            await _blocking(lambda: meeting.tell("addresses", shared))
+            await _blocking(lambda: meeting.publish("addresses", shared))
             await self._bounded(self._liveness.all_here.wait(), "not all ranks have connected")
             return addresses
-        found = await _blocking(lambda: meeting.ask("addresses"))
+        found = await _blocking(lambda: meeting.wait_for("addresses"))
         await self._liveness.connect(found["host"], found["port"])
         return DpCoordinatorAddresses(**found["coordinator"])
 

@@ -188,9 +188,9 @@ class LeaseGuard:
                 _log.warning("wavebus: checking the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
-        """Returns why the sidecar may change no weights in this pause; empty if it may.
+        """Returns why the sidecar must not change weights in this pause; empty if that is allowed.
 
-        The sidecar may not once the core has acted on the end of the pause's lease.
+        Changes are forbidden once the core has acted on the end of the pause's lease.
         """
         if self.rank is not None and self.rank.is_void:
             return "the pause's lease was over, and the ranks decide how the pause ends"

@@ -107,8 +107,8 @@ def _is_quiet(core: Any) -> bool:
 def _free_failed_loads(scheduler: Any) -> None:
     """Frees the blocks of requests after their load of keys and values has failed.
 
-    vLLM frees a request's blocks when it is the request's turn. If they are too few for it, because
-    it shares others with a request behind it, both would wait forever.
+    vLLM frees these blocks only when the request's turn comes. If the request needs further blocks,
+    and a request behind it holds them, both would wait forever.
     """
     failed = scheduler.failed_recving_kv_req_ids
     for name in failed & scheduler.finished_recving_kv_req_ids if failed else ():

@@ -159,7 +159,7 @@ class ReadySwap:
 
     Attributes:
         operation: the swap.
-        made: a future of the swap's result; raises why the swap was called off.
+        made: a future of the swap's result; raises :class:`SwapRefused` if the swap is called off.
         asked_s: when the swap was asked for, in seconds of ``time.monotonic()``.
     """
 

@@ -1,8 +1,8 @@
 """Makes vLLM create weight transfer engines that a sidecar can drive.
 
-This concerns wavebus's engine and vLLM's own, whichever is chosen at boot. vLLM's registry is read
-only when an engine is created, because other plugins may register theirs after this one. Importing
-this module imports neither vllm nor torch.
+The module handles wavebus's engine and vLLM's own engines, whichever is chosen at boot. vLLM's
+registry is read only when an engine is created, because other plugins may register engines later.
+Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
