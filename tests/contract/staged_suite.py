@@ -369,8 +369,8 @@ class StagedContract:
         assert room.why_not == ""
         assert room.needed_bytes > 0
         small = replace(optional, budget_bytes=room.needed_bytes - 1)
-        assert "may take" in (await steps(engine).arm(manifest, staging=small)).why_not
-        with pytest.raises(EngineError, match="may take") as refused:
+        assert "the update's limit is" in (await steps(engine).arm(manifest, staging=small)).why_not
+        with pytest.raises(EngineError, match="the update's limit is") as refused:
             await steps(engine).arm(manifest, staging=replace(small, required=True))
         assert refused.value.code is NackCode.STAGING_REFUSED
         exact = replace(STAGED, budget_bytes=room.needed_bytes)

@@ -209,7 +209,7 @@ def test_death_is_reported_and_its_children_go_with_it() -> None:
         assert "exit code 137" in await exited
         assert not [pid for pid in family if runs(pid)]
         await server.stop()
-        with pytest.raises(EngineError, match="before"):
+        with pytest.raises(EngineError, match="only once"):
             await server.start()
 
     run(scenario())
