@@ -211,7 +211,7 @@ def test_a_part_that_no_copies_can_load_ends_the_update_and_the_next_one_pauses(
 
     monkeypatch.setattr(Mixture, "load_weights", computed)
     worker.begin(FIRST, STAGED)
-    with pytest.raises(EngineError, match=rf"{last}.*the next update pauses") as refused:
+    with pytest.raises(EngineError, match=rf"{last}.*the next update uses a pause") as refused:
         worker.extend(SECOND, staged=True)
     assert refused.value.code is NackCode.STAGING_REFUSED
     worker.perform(ops.Restore(staged=True))

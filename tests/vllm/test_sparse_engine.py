@@ -220,7 +220,7 @@ def test_a_worker_in_which_an_update_broke_off_takes_no_patch() -> None:
     worker.session = UpdateSession()
     worker.session.open = True
     patch = Manifest(("a",), ("float32",), ((2,),), (1,), (1,))
-    with pytest.raises(EngineError, match="no patch repairs") as refused:
+    with pytest.raises(EngineError, match="a patch can't repair") as refused:
         worker._arm(ops.ArmManifest(patch), patch)
     assert refused.value.code is NackCode.OTHER_BASE
 

@@ -130,7 +130,7 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
     assert not stager.capacity(armed(), is_partial=False).why_not
     assert asked == 1
     small = Staging(required=False, budget_bytes=needed - 1, keep=False, clear_cache=True)
-    assert "may take" in stager.capacity(armed(small), is_partial=False).why_not
+    assert "limit is" in stager.capacity(armed(small), is_partial=False).why_not
     memory.tensors = {}
     assert "are available" in stager.capacity(armed(), is_partial=False).why_not
 
