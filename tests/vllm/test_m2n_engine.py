@@ -106,7 +106,7 @@ def test_a_worker_of_any_layout_comes_to_its_place_in_the_mesh(
     assert info == {"rank_offset": 3, "world_size": 14}
     assert placed.data_parallel_index * placed.world_size + placed.rank == own
     assert (parallel.data_parallel_index, parallel.rank) == (index, rank)
-    with pytest.raises(EngineError, match="must be the first worker.s rank"):
+    with pytest.raises(EngineError, match="must be the first worker's rank, 1 or more"):
         updates._in_mesh({"rank_offset": 0, "world_size": 5}, RankAssignment(9, 12, first))
 
 
