@@ -168,7 +168,7 @@ def _set(**fields: object) -> Callable[[Path], None]:
         (_set(model_type="llama"), "model_type: 'llama'"),
         (_set(hidden_act="gelu"), "hidden_act: 'gelu'"),
         (_set(hidden_size="64"), r"Expected `int`, got `str` - at `\$.hidden_size`"),
-        (_set(num_key_value_heads=3), "num_attention_heads: 2 over 3"),
+        (_set(num_key_value_heads=3), "num_attention_heads: 2 heads over 3"),
         (_set(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn'"),
         (_set(dtype="float16"), r"'float16' - at `\$.dtype`"),
         (_set(eos_token_id="end"), r"got `str` - at `\$.eos_token_id`"),
