@@ -367,7 +367,7 @@ class EnginePool(EngineQueue):
 
     def require_process(self) -> None:
         """Raises ``BusClosed`` in a process that was forked from the one that has connected."""
-        require_process(self._pid, self._connection.broker)
+        require_process(self._pid, self._connection.address)
 
     def on_token(self, attempt: AttemptWatch) -> None:
         """Records that an attempt has received a token."""
