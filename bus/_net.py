@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from bus.errors import UsageError
 
 LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
+# Where a peer finds the broker: one address, several separated by commas, or a function that
+# returns the present address (empty: there is none now). It runs in a thread before each attempt.
+Broker: TypeAlias = str | Callable[[], str]
+
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _MOST_PORTS: Final = 65_535
 
@@ -30,6 +35,23 @@ def check_address(address: str) -> None:
     port = rest.rpartition(":")[2]
     if scheme == "tcp" and port.isdecimal() and int(port) > _MOST_PORTS:
         raise UsageError(f"{address!r}: a port is at most {_MOST_PORTS}; {LOOKS_LIKE}")
+
+
+def broker_addresses(broker: str) -> tuple[str, ...]:
+    """Returns the addresses at which a broker may run, from a list separated by commas.
+
+    Raises:
+        UsageError: an address is malformed.
+    """
+    addresses = tuple(each.strip() for each in broker.split(","))
+    for address in addresses:
+        check_address(address)
+    return addresses
+
+
+def shown_broker(broker: Broker) -> str:
+    """Returns how a text names the place of a broker."""
+    return broker if isinstance(broker, str) else "the address that its lookup returns"
 
 
 def check_url(url: str) -> SplitResult:

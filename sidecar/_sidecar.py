@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from bus._net import Broker
     from bus._runtime.interfaces import ClientTransport
     from bus.messages import PdRole
     from bus.operations import ReceiveChunk, SwapStaged
@@ -79,7 +80,8 @@ class Sidecar:
 
     Args:
         engine: the engine's adapter. The sidecar starts it, and closes it at the end.
-        broker: the broker's address.
+        broker: the broker's address; if it may move, several separated by commas, or a function
+            that returns the present one (docs/operations.md).
         group: the group of engines that take the same weights.
         name: this engine's name on the bus; unique. Default: from host and pid.
         dp_group: the DP group that the engine is a rank of. Default: a DP group of its own.
@@ -103,7 +105,7 @@ class Sidecar:
         self,
         engine: Engine,
         *,
-        broker: str = DEFAULT_BROKER,
+        broker: Broker = DEFAULT_BROKER,
         group: str = "policy",
         name: str | None = None,
         dp_group: str | None = None,

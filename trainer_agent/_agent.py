@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from bus._net import Broker
     from bus._protocol.core.link import LinkConfig
     from bus._runtime.interfaces import ClientTransport
     from trainer_agent._canary import Canary
@@ -67,7 +68,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     training steps in a thread, or use :class:`trainer_agent.SyncTrainerAgent`.
 
     Args:
-        broker: the broker's address.
+        broker: the broker's address; if it may move, several separated by commas, or a function
+            that returns the present one (docs/operations.md).
         group: the group of engines; it has one trainer at a time.
         name: this trainer's name on the bus. Default: from host and pid.
         rank: this process's rank, if the trainer has several processes (FSDP). Every rank has an
@@ -107,7 +109,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
 
     def __init__(
         self,
-        broker: str = DEFAULT_BROKER,
+        broker: Broker = DEFAULT_BROKER,
         *,
         group: str = "policy",
         name: str | None = None,

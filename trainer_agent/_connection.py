@@ -11,6 +11,7 @@ import anyio
 
 import bus.log
 from bus._keys import silence_hint
+from bus._net import shown_broker
 from bus._protocol.core.config import min_lease_ms
 from bus._protocol.core.followed_routes import FollowedRoutes
 from bus._protocol.core.link import LinkConfig, LinkState
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bus._keys import Security
+    from bus._net import Broker
     from bus._runtime.interfaces import ClientTransport
     from bus.messages import EngineView
 
@@ -78,7 +80,7 @@ class Connection:
 
     def __init__(
         self,
-        broker: str,
+        broker: Broker,
         *,
         role: Role,
         name: str,
@@ -111,6 +113,11 @@ class Connection:
         self.tensors_taken = self.pid = 0  # pid: of the process that has connected
         self._known = _KnownBroker()
 
+    @property
+    def address(self) -> str:
+        """The broker's address, or how a text names it before there is one."""
+        return (self._peer and self._peer.address) or shown_broker(self.broker)
+
     async def open(self, lease_ms: int | None = None) -> None:
         """Joins the bus; returns when the broker has accepted the join and leases of ``lease_ms``.
 
@@ -138,8 +145,7 @@ class Connection:
         try:
             with anyio.fail_after(min(self.timeout_s, _JOIN_S)):
                 await self._wait_until_joined()
-            least_ms = self.least_lease_ms
-            if lease_ms is not None and lease_ms < least_ms:
+            if lease_ms is not None and lease_ms < (least_ms := self.least_lease_ms):
                 text = f"at least {least_ms}, twice the broker's --peer-timeout-ms"
                 raise UsageError(f"lease_ms={lease_ms}: {text}")
         except BaseException as error:
@@ -147,10 +153,8 @@ class Connection:
             self._peer = None  # so that it may be tried again
             if not isinstance(error, TimeoutError):
                 raise
-            raise BusTimeout(
-                f"no broker answers at {self.broker}; start one with `wavebus broker`"
-                f"{silence_hint(self._security)}"
-            ) from None
+            text = f"no broker answers at {self.address}; start one with `wavebus broker`"
+            raise BusTimeout(text + silence_hint(self._security)) from None
 
     def close(self) -> None:
         """Leaves the bus; requests under way fail with ``BusClosed``."""
@@ -307,7 +311,7 @@ class Connection:
             await self._changed.wait()
 
     def _require_peer(self) -> PeerClient:
-        require_process(self.pid, self.broker)
+        require_process(self.pid, self.address)
         if self._peer is None:
             raise BusClosed("connect() first, or use `async with`")
         return self._peer
@@ -328,7 +332,7 @@ async def _explain_timeout(
         else:
             named = (group for group in status.groups if group.name == peer.link.group)
             return silent_engines(message, wait_s, peer.link.group, next(named, None))
-    return silent_broker(message, wait_s, connection.broker, heard_ms / 1000)
+    return silent_broker(message, wait_s, connection.address, heard_ms / 1000)
 
 
 def _on_news(connection: Connection, nack: Nack) -> None:

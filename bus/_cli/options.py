@@ -20,7 +20,7 @@ import click
 
 import bus.log
 from bus._keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, Security, security
-from bus._net import check_address
+from bus._net import broker_addresses
 from bus._runtime.event_loop import run
 from bus._settings import DEFAULT_BROKER
 from bus.errors import BusTimeout, UsageError, WavebusError
@@ -181,10 +181,11 @@ class BrokerAddress:
 
     broker: str = option(
         DEFAULT_BROKER,
-        "The broker's address.  [env: WAVEBUS_BROKER]",
+        "The broker's address; several, separated by commas, if it may move.  "
+        "[env: WAVEBUS_BROKER]",
         envvar="WAVEBUS_BROKER",
         metavar="ADDRESS",
-        callback=checked(check_address),
+        callback=checked(broker_addresses),
     )
 
 

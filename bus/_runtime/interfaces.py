@@ -82,7 +82,13 @@ class Journal(Protocol):
 
 
 class ClientTransport(Protocol):
-    """A peer's end of a network. It reconnects by itself."""
+    """A peer's end of a network. It reconnects by itself.
+
+    Attributes:
+        address: where it connects to the broker now; empty: nowhere.
+    """
+
+    address: str
 
     def listen(self, on_frame: OnFrame) -> None:
         """Starts to receive; calls ``on_frame(frame)`` for every frame."""

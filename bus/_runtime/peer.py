@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import bus.log
 from bus._ids import new_boot
 from bus._keys import silence_hint
+from bus._net import shown_broker
 from bus._protocol.core.config import BROKER_NAME
 from bus._protocol.core.effects import Effect, Note, Send
 from bus._protocol.core.failures import Failure
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus._keys import Security
+    from bus._net import Broker
     from bus._runtime.interfaces import ClientTransport, Scheduler
     from bus.messages import Role
 
@@ -63,7 +65,7 @@ class PeerClient:
         group: its group; empty for an observer of all groups.
         on_message: called with every message of the broker, also the link's; not with duplicates.
         role: the peer's role, for the default of ``join``.
-        broker: the broker's address, for the default of ``transport``.
+        broker: where the broker runs, for the default of ``transport``.
         security: the keys to connect with, for the default of ``transport``.
         boot: the number of this life of the peer. Default: random.
         transport: the network. Default: a ZeroMQ connection to ``broker``.
@@ -86,7 +88,7 @@ class PeerClient:
         group: str,
         on_message: Callable[[Envelope, Message], None],
         role: Role = "observer",
-        broker: str = "",
+        broker: Broker = "",
         security: Security | None = None,
         boot: int | None = None,
         transport: ClientTransport | None = None,
@@ -103,7 +105,7 @@ class PeerClient:
         join = join or (lambda: Join(role, HOST, os.getpid(), None, None))
         self.link = Link(group=group, join=join, beat=beat, config=link_config)
         self.log = bus.log.logger(peer=name, group=group)
-        text = f"no broker answers at {broker}{silence_hint(security)}"
+        text = f"no broker answers at {shown_broker(broker)}{silence_hint(security)}"
         self._absent = Note("no_broker_answers", "warning", {"detail": text})
         self._absent_at_ms: float | None = None
         self._transport = transport or ZmqClient(broker, route_of(name, self.boot), security)
@@ -117,6 +119,11 @@ class PeerClient:
         self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # ids of handled messages
         self._alarm = Alarm(self._scheduler, self._on_alarm)
         self._closed = False
+
+    @property
+    def address(self) -> str:
+        """Where this peer connects to the broker now; empty: nowhere."""
+        return self._transport.address
 
     def start(self) -> None:
         """Starts to join the broker, and returns at once; ``on_state`` reports the result."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import os
 import socket as unix_socket
 import time
@@ -32,7 +33,7 @@ import zmq.backend
 
 import bus.log
 from bus._keys import Security
-from bus._net import LOOKS_LIKE, check_address, is_loopback
+from bus._net import LOOKS_LIKE, broker_addresses, check_address, is_loopback
 from bus._runtime.zmq_connections import CHECK_S, ConnectionGuard
 from bus._runtime.zmq_curve import ZapHandler, secure_client, secure_server
 from bus._runtime.zmq_socket import ZmqSocket
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus._keys import Keyring
+    from bus._net import Broker
     from bus._runtime.interfaces import OnFrame, OnRoutedFrame
 
 MAX_PEERS: Final = 16_384
@@ -102,8 +104,7 @@ def _flush(pid: int) -> None:
             context.destroy(linger=_LINGER_MS)
 
 
-def _harden(socket: zmq.Socket[bytes], address: str) -> None:
-    socket.setsockopt(zmq.IPV6, int("[" in address))
+def _harden(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECV_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -157,7 +158,8 @@ class ZmqServer(ZmqSocket):
         self.keyring = keyring
         context = _context(has_handler=keyring is not None)
         socket = context.socket(zmq.ROUTER)
-        _harden(socket, address)
+        _harden(socket)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.setsockopt(zmq.RCVHWM, _UNREAD)
         socket.setsockopt(zmq.SNDHWM, _UNSENT)
         socket.setsockopt(zmq.TCP_MAXRT, _UNTAKEN_MS)
@@ -250,22 +252,28 @@ class ZmqServer(ZmqSocket):
 class ZmqClient(ZmqSocket):
     """A peer's DEALER socket, connected to the broker.
 
+    A broker may move: a connection that brings no answer is replaced by one to the next address.
+    At most one of the addresses may have a broker at a time, because peers of two brokers would not
+    find each other.
+
     Args:
+        broker: where the broker runs: one address, several separated by commas, or a function that
+            returns the present one.
         route: the peer's route; unique among all peers and all their lives. A connection that
             replaces one without answers gets a route of its own.
         security: the keys to connect with. None: no keys, and only loopback.
 
     Raises:
-        UsageError: the address is malformed, or beyond loopback and ``security`` has no keys.
+        UsageError: an address is malformed, or beyond loopback and ``security`` has no keys.
     """
 
-    def __init__(self, address: str, route: bytes, security: Security | None = None) -> None:
-        security = security or Security()
-        if security.own is None:
-            what = "anyone on the way, or in the broker's place, may"
-            _refuse_open(address, insecure=security.insecure, what=what)
+    def __init__(self, broker: Broker, route: bytes, security: Security | None = None) -> None:
+        self._security = security = security or Security()
+        addresses = broker_addresses(broker) if isinstance(broker, str) else ()
+        for address in addresses:
+            self._require_keys(address)
         socket = _context().socket(zmq.DEALER)
-        _harden(socket, address)
+        _harden(socket)
         secure_client(socket, security)
         socket.setsockopt(zmq.ROUTING_ID, route)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there
@@ -276,13 +284,11 @@ class ZmqClient(ZmqSocket):
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TTL, 15_000)
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise UsageError(_explain(address, error)) from error
         super().__init__(socket)
-        self._address = address
+        self._find = broker if callable(broker) else None
+        self._finding: asyncio.Future[str] | None = None
+        self._addresses = itertools.cycle(addresses)
+        self.address = ""
         self._route = route
         self._connections = 1
         self._reached_s = time.monotonic()
@@ -291,11 +297,22 @@ class ZmqClient(ZmqSocket):
         )
         self._silence_limit_s = _SILENCE_LIMIT_S
         self._on_frame: OnFrame | None = None
+        try:
+            self._connect()
+        except UsageError:
+            self.close()
+            raise
 
     def listen(self, on_frame: OnFrame) -> None:
         """Starts to receive; calls ``on_frame(frame)`` for every frame."""
         self._on_frame = on_frame
         self.watch()
+
+    def _require_keys(self, address: str) -> None:
+        """Raises ``UsageError`` if an address is beyond loopback and there are no keys."""
+        if self._security.own is None:
+            what = "anyone on the way, or in the broker's place, may"
+            _refuse_open(address, insecure=self._security.insecure, what=what)
 
     def receive_batch(self) -> bool:
         """Receives a batch of frames; returns True if none is left, else False."""
@@ -353,12 +370,38 @@ class ZmqClient(ZmqSocket):
         """Closes the connection; connects again after a pause, in which the broker notices."""
         self._unanswered_since_s = 0.0  # the answers to earlier frames are lost
         with contextlib.suppress(zmq.ZMQError):
-            self.socket.disconnect(self._address)
+            self.socket.disconnect(self.address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
 
     def _connect(self) -> None:
-        if not self._closed:
-            self.socket.connect(self._address)
+        """Connects to the next address. Without one, the next failed send tries again."""
+        if self._closed:
+            return
+        if self._find is None:
+            self._connect_to(next(self._addresses))
+        elif self._finding is None:
+            self._finding = self._loop.run_in_executor(None, self._find)
+            self._finding.add_done_callback(self._on_found)
+
+    def _on_found(self, found: asyncio.Future[str]) -> None:
+        self._finding = None
+        if self._closed or found.cancelled():
+            return
+        try:
+            address = found.result()
+            if address:
+                self._require_keys(address)
+                self._connect_to(address)
+        except Exception as error:  # noqa: BLE001 - of the caller's function
+            bus.log.logger().warning("broker_not_found", detail=f"{type(error).__name__}: {error}")
+
+    def _connect_to(self, address: str) -> None:
+        self.address = address
+        self.socket.setsockopt(zmq.IPV6, int("[" in address))  # of connections from now on
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            raise UsageError(_explain(address, error)) from error
 
 
 def _refuse_open(address: str, *, insecure: bool, what: str) -> None:

@@ -190,6 +190,8 @@ class MemoryServer:
 class MemoryClient:
     """A peer's end of a :class:`MemoryNetwork`."""
 
+    address = ""
+
     def __init__(self, network: MemoryNetwork, route: bytes) -> None:
         self._network = network
         self.route = route

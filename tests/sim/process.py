@@ -137,6 +137,8 @@ class _ProcessTimer:
 class Client:
     """Implements :class:`bus._runtime.interfaces.ClientTransport`."""
 
+    address = ""
+
     def __init__(self, process: Process, client: MemoryClient) -> None:
         self._process = process
         self._client = client

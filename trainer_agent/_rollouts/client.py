@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from aiohttp.connector import AddrInfoType
 
+    from bus._net import Broker
     from trainer_agent._rollouts.choice import Tokenizer
     from trainer_agent._rollouts.request import OnInexact
     from trainer_agent._rollouts.results import Completion, TokenDelta
@@ -69,7 +70,7 @@ class RolloutClient(ChatClient):
     Requests wait while no engine is routable. While the broker is gone, the last routes are used.
 
     Args:
-        broker: the broker's address.
+        broker: as in :class:`trainer_agent.TrainerAgent`.
         group: the group of engines.
         name: this client's name on the bus. Default: host, pid, and a random part.
         tokenizer: decodes tokens into text; needed for stop strings.
@@ -88,7 +89,7 @@ class RolloutClient(ChatClient):
 
     def __init__(
         self,
-        broker: str = DEFAULT_BROKER,
+        broker: Broker = DEFAULT_BROKER,
         *,
         group: str = "policy",
         name: str | None = None,

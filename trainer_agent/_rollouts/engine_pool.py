@@ -357,7 +357,7 @@ class EnginePool(EngineQueue):
 
     def require_process(self) -> None:
         """Raises ``BusClosed`` in a process forked after :meth:`open`."""
-        require_process(self._pid, self._connection.broker)
+        require_process(self._pid, self._connection.address)
 
     def on_token(self, attempt: AttemptWatch) -> None:
         """Records that an attempt has received a token."""

@@ -217,7 +217,7 @@ class Transport:
             senders: how many ranks of the trainer take part in it.
         """
         plan = await self._connection.ask(PlanTransfer(self._scope), TransferPlan)
-        address = address_towards(host_of(self._connection.broker))
+        address = address_towards(host_of(self._connection.address))
         return World(
             plan.communicator,
             plan.world_size - 1 + senders,

@@ -226,7 +226,7 @@ class TrainerEngineSession:
     def _require_loop(self) -> asyncio.AbstractEventLoop:
         if self.loop is None:
             raise BusClosed("connect() the agent first, or use `with`")
-        require_process(self._connection.pid, self._connection.broker)
+        require_process(self._connection.pid, self._connection.address)
         return self.loop
 
     # -- the client's calls -----------------------------------------------------

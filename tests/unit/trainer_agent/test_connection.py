@@ -41,6 +41,8 @@ PAUSED = GroupAck(Step.PAUSE_GLOBAL, "u0", 0, 2, (), 0, "", 0.0, 0.0, 0.0, (), (
 class StubBroker:
     """The trainer's transport, with a broker behind it that lets it in, and refuses an ARM."""
 
+    address = ""
+
     def __init__(self) -> None:
         self.kinds: list[str] = []
         self.is_silent = False

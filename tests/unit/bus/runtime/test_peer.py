@@ -24,6 +24,8 @@ ROLE: Role = "trainer"
 class Wire:
     """A transport whose other end is the test."""
 
+    address = ""
+
     def __init__(self) -> None:
         self.sent: list[tuple[Envelope, Message]] = []
         self._seq = 0

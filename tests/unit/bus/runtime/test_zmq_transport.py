@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import bus.log
 from bus._runtime.zmq_transport import ZmqClient, ZmqServer
 from bus.errors import UsageError
 
@@ -78,5 +79,71 @@ def test_a_server_may_be_closed_twice_and_leaves_nothing_open() -> None:
         while len(os.listdir("/proc/self/fd")) > before:  # noqa: PTH208
             assert asyncio.get_running_loop().time() < deadline_s
             await asyncio.sleep(0.01)  # ZeroMQ closes its own in its own time
+
+    asyncio.run(test())
+
+
+async def taken_by(server: ZmqServer, client: ZmqClient, frame: bytes) -> None:
+    """Send frames, as heartbeats would be, until the server has taken one."""
+    taken = asyncio.Event()
+    server.listen(lambda _route, got, _user: taken.set() if got == frame else None)
+    async with asyncio.timeout(60):
+        while not taken.is_set():
+            client.send(frame)
+            await asyncio.wait([asyncio.ensure_future(taken.wait())], timeout=0.1)
+
+
+def test_a_peer_follows_a_server_that_moves_among_its_addresses() -> None:
+    """To and fro; whichever address it has been given first."""
+
+    async def test() -> None:
+        with contextlib.closing(ZmqServer("tcp://127.0.0.1:*")) as server:
+            first = server.address
+        with contextlib.closing(ZmqServer("tcp://127.0.0.1:*")) as second:
+            client = ZmqClient(f"{first}, {second.address}", b"peer")
+            client.listen(lambda _frame: None)
+            await taken_by(second, client, b"one")
+            assert client.address == second.address
+        with contextlib.closing(ZmqServer(first)) as again:
+            await taken_by(again, client, b"two")
+        with contextlib.closing(ZmqServer(second.address)) as third:
+            await taken_by(third, client, b"three")
+        client.close()
+
+    asyncio.run(test())
+
+
+def test_a_peer_asks_where_the_server_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Again as long as the lookup fails, knows none, or names an address that nobody may use."""
+    bus.log.configure(level="warning", json=True)
+    answers: list[str | Exception] = [ValueError("x"), "", "tcp://10.0.0.1:1", "nonsense"]
+
+    async def test() -> None:
+        with contextlib.closing(ZmqServer("tcp://127.0.0.1:*")) as server:
+            asked: list[str | Exception] = []
+
+            def find() -> str:
+                asked.append(answers[len(asked)] if len(asked) < len(answers) else server.address)
+                if isinstance(asked[-1], Exception):
+                    raise asked[-1]
+                return asked[-1]
+
+            client = ZmqClient(find, b"peer")
+            client.listen(lambda _frame: None)
+            assert client.address == ""
+            await taken_by(server, client, b"one")
+            assert asked == [*answers, server.address]
+            client.close()
+
+    asyncio.run(test())
+    said = [line for line in capsys.readouterr().err.splitlines() if "broker_not_found" in line]
+    assert len(said) == len([each for each in answers if each])
+
+
+@pytest.mark.parametrize("broker", ["", "tcp://127.0.0.1:1,", "tcp://127.0.0.1:1,x"])
+def test_each_address_of_a_list_must_be_one(broker: str) -> None:
+    async def test() -> None:
+        with pytest.raises(UsageError, match="an address looks like"):
+            ZmqClient(broker, b"peer")
 
     asyncio.run(test())
