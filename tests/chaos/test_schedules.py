@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SCHEDULES: Final = max(1, int(int(os.environ.get("WAVEBUS_CHAOS_SCHEDULES", "350")) * SHARE))
 SEED: Final = os.environ.get("WAVEBUS_CHAOS_SEED", "")
 # Schedules that have found something, though few others did.
-FOUND: Final = [2935, 6195, 7831, 9921, 13651, 14445, 15397, 15636, 20188]
+FOUND: Final = [2935, 6195, 7831, 9921, 13651, 14445, 15397, 15636, 20188, 21059, 42071]
 FEW: Final = 500  # are not worth another process
 # How often, in a thousand schedules. A third of the usual counts must be reached.
 REACHED: Final = {
@@ -65,6 +65,7 @@ REACHED: Final = {
     "nack group_held": 300,
     "engine fenced": 40,
     "twin kept out": 120,
+    "reports wait for an update": 300,
     "kept and started": 40,
     "request ended by length": 500,
     "lives replayed": 100,

@@ -180,6 +180,7 @@ def test_the_broker_shows_and_records_every_wave(tmp_path: Path) -> None:
                 assert other.wait_event("wave_complete", wave=2)["source"] == "join"
                 told = other.wait_event("wave_started", wave=3)
                 assert (told["rank"], told["source"]) == (1, "join")
+                group.process.wait_event("joined")
                 shown = run_wavebus("status", "--broker", address)
                 assert "running  3, begun by rank 1" in shown.stdout, shown.stdout
                 group.end(3)
@@ -190,6 +191,7 @@ def test_the_broker_shows_and_records_every_wave(tmp_path: Path) -> None:
         "dp_group=moe wave=0 rank=1",
         "dp_group=moe wave=1 rank=0",
         "dp_group=moe wave=2 rank=0",
+        "dp_group=moe wave=3 rank=1",  # after the JOIN, which has it, too
     ]
     assert any("JOIN from coordinator-moe" in each and "rank=1" in each for each in lines), lines
     assert not any("FIRST_REQ" in each or "START_DP_WAVE" in each for each in lines)

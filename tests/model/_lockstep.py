@@ -388,7 +388,12 @@ class LockstepGroup:
 
     def _on_state(self, state: LinkState) -> None:
         if state is LinkState.JOINED:
-            self._perform(self.coordinator.on_joined(self.world.now_ms))
+            # It repeats its last report, which `told` has.
+            before, effects = len(self.told), self.coordinator.on_joined(self.world.now_ms)
+            self._perform(effects)
+            again = self.told[before:]
+            assert again == self.told[before - len(again) : before], again
+            del self.told[before:]
 
     def check_told(self) -> None:
         """The broker was told of every wave's end, in order, of no start twice, and of the rank

@@ -5,7 +5,7 @@ and resumes over a bad bus. Nothing wedges, and every request ends with all its 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from bus._protocol.core.link import LinkState
@@ -50,6 +50,7 @@ KINDS: Final = [
 ]
 # A rank that has lost its connection gets a request, or another rank does.
 ENGINE_STARTED_KINDS: Final = [*KINDS, "lose_start", "lose_start"]
+RESTARTED_KINDS: Final = ["request", "burst", "pause", *["request_and_restart"] * 3]
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ def schedule(
 def engine_started(rng: random.Random) -> Schedule:
     """The same of groups whose engines start waves by themselves."""
     return schedule(rng, ENGINE_STARTED_KINDS, engines_start=True)
+
+
+def restarted(rng: random.Random) -> Schedule:
+    """Brokers are restarted beside waves, and the network loses nothing."""
+    drawn = schedule(rng, RESTARTED_KINDS, engines_start=rng.random() < 0.5)
+    return replace(drawn, drop=0, reorder=False, jitter_ms=rng.choice([2, 20]))
 
 
 class Wire:
@@ -314,6 +321,22 @@ class Play:
         self.world.restart_broker()
         self.reach["broker restarted"] += 1
 
+    def request_and_restart(self, index: int) -> None:
+        """A wave begins or ends while its DP coordinator joins a new broker."""
+        group = self.groups[index % len(self.groups)]
+
+        def joins() -> bool:
+            return group.peer.link.state is LinkState.JOINING
+
+        self.restart_broker(index)
+        assert self.world.run_until(joins, within_ms=SETTLE_MS)
+        wave = group.coordinator.wave, group.coordinator.running
+        if index % 2:
+            self.request(index // 2)
+        assert self.world.run_until(lambda: not joins(), within_ms=SETTLE_MS)
+        now = group.coordinator.wave, group.coordinator.running
+        self.reach["wave changed between JOIN and WELCOME"] += now != wave
+
     def kill_trainer(self, _index: int) -> None:
         if self.trainer.alive:
             self.trainer.kill()
@@ -438,6 +461,19 @@ def test_no_order_wedges_a_group_whose_engines_start_waves() -> None:
             "request at pause resuming": 10,
             "request ended by length": 700,
             "broker restarted": 30,
+        },
+    )
+
+
+def test_a_restarted_broker_shows_the_wave_that_the_coordinator_has() -> None:
+    """Not the one of the JOIN, though the coordinator sends no report before WELCOME."""
+    reach = play_all(40, restarted, Play)
+    reached(
+        reach,
+        {
+            "mirrored": 40,
+            "broker restarted": 170,
+            "wave changed between JOIN and WELCOME": 50,
         },
     )
 

@@ -56,13 +56,14 @@ class Watch:
         self._update = UpdateState.IDLE
         self._group: Group | None = None
         self._group_version = 0
-        self._was_committed = self._outrun = False
+        self._was_committed = False
         self._peers: dict[str, Peer] = {}
         self._owner: Peer | None = None
         self._epoch = 0
         self._routable: frozenset[str] = frozenset()
         self._digest = ""  # of the manifest that was sent last
         self._quorum = 1  # that it asked for
+        self._scope: tuple[str, ...] = ()  # that it was for
         self._round: dict[str, int] = {}  # engines of the pause last made, and their boots
         self._round_id = ""
         self._paused_round: set[str] = set()
@@ -88,7 +89,7 @@ class Watch:
             self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
             self._round, self._peers, self._owner, self._epoch = {}, {}, None, 0
             self._group_version, self._run = 0, ""
-            self._was_committed = self._outrun = False
+            self._was_committed = False
             self._routable = frozenset()
         for engine in self.world.engines.values():
             self._check_engine(engine)
@@ -99,10 +100,6 @@ class Watch:
             raise InvariantViolation(f"the group was at {self._run}, {self._group_version} before")
         self._group_version, self._run = group.version, group.run
         self._was_committed = group.served.is_committed  # a first commit decides between reports
-        # A known gap: an engine joins in a first update, with a version above the update's. Its
-        # report counts until the commit, so that the update's engines close as if they were stale.
-        under_way = not self._was_committed and group.update.state is not UpdateState.IDLE
-        self._outrun = self._outrun or (under_way and group.version >= group.update.version > 0)
         self._check_peer_ranks()
         self._check_members(group)
         self._check_pause(group)
@@ -308,7 +305,7 @@ class Watch:
         if update.state is UpdateState.ARMING and update.barrier is not None:
             (arm,) = update.barrier.messages
             assert isinstance(arm, Arm)
-            self._digest, self._quorum = arm.digest, arm.quorum
+            self._digest, self._quorum, self._scope = arm.digest, arm.quorum, arm.scope
             if arm.scope and arm.version != group.version:
                 raise InvariantViolation(
                     f"engines catch up as {arm.version}, the group serves {group.version}"
@@ -357,7 +354,7 @@ class Watch:
             if engine is None:
                 continue
             self.reach["routable again"] += bool(self._group_version)
-            if engine.truth.closed and not self._outrun:
+            if engine.truth.closed:
                 raise InvariantViolation(f"{name} is routable, and its admission is closed")
         moves = UpdateState.COMMITTING
         if self._update is moves and group.update.state is moves and routable != self._routable:
@@ -399,20 +396,35 @@ class Watch:
             raise InvariantViolation(f"nobody looks for {[k for k, v in missed.items() if v]}")
 
     def _check_version(self, group: Group) -> None:
-        """The version that is counted report by report is the median of all reports."""
-        if group.served.is_committed or not group.registry.engines:
+        """The version that is counted report by report is the median of all reports, but for those
+        that wait for the end of an update; and no engine of that update is stale because of it."""
+        served, update = group.served, group.update
+        if served.is_committed or not group.registry.engines:
             return
+        arms = update.state not in (UpdateState.IDLE, UpdateState.OPENING)
+        if served._updating != (update.version if arms else 0):
+            raise InvariantViolation(f"{served._updating} is under way, {update.version} is")
+        if arms and not self._scope and group.version >= update.version:
+            raise InvariantViolation(f"at {group.version} before {update.version} is committed")
         reports: dict[str, list[Peer]] = {}
         for peer in group.registry.engines.values():
             if peer.facts is not None:
                 reports.setdefault(peer.facts.dp_group, []).append(peer)
-        old = [
-            ranks
-            for ranks in reports.values()
-            if all(p.joined_epoch and p.facts and not p.facts.closed for p in ranks)
-        ]
-        versions = sorted(min(p.version for p in ranks) for ranks in old or reports.values())
-        if group.version != versions[(len(versions) - 1) // 2]:
+        entries: list[tuple[bool, int]] = []  # of a DP group: whether it counts first, its version
+        for name, ranks in reports.items():
+            version = min(peer.version for peer in ranks)
+            counts = all(p.joined_epoch and p.facts and not p.facts.closed for p in ranks)
+            if name not in served._deferred:
+                entries.append((counts, version))
+                continue
+            self.reach["reports wait for an update"] += 1
+            if not group.version < update.version <= version:
+                raise InvariantViolation(f"{name} waits for {update.version}, reports {version}")
+            if before := served._reports._of.get(name):
+                entries.append((before[0] is served._reports._counted, before[1]))
+        versions = sorted(version for counts, version in entries if counts)
+        versions = versions or sorted(version for _, version in entries)
+        if versions and group.version != versions[(len(versions) - 1) // 2]:
             raise InvariantViolation(f"at {group.version}, engines report {versions}")
 
     def _check_communicator(self, group: Group, number: int) -> None:

@@ -31,6 +31,8 @@ Invariants:
 - Cores get no START before READY.
 - The broker gets the end of every wave. A STARTED of the next number also counts as the end, if it
   overtakes the COMPLETE of rank 0.
+- After each join, the broker gets the last report again. Reports between the JOIN and its WELCOME
+  are not sent, so that the broker has the JOIN's wave, which may be over.
 """
 
 from __future__ import annotations
@@ -224,7 +226,7 @@ class DpCoordinator:
             *self._start_cores(rank),
             self._publish(now_ms),
             *over,
-            Send(WaveStarted(self.dp_group, wave, self.local, self.rank)),
+            Send(self._started()),
             Note("wave_started", "debug", took),
         ]
 
@@ -252,14 +254,20 @@ class DpCoordinator:
         return []
 
     def on_joined(self, now_ms: float) -> list[CoordinatorEffect]:
-        """Repeats a FIRST_REQ that waits for an answer.
+        """Repeats the last report, and a FIRST_REQ that waits for an answer.
 
-        Called after each join, because a new broker does not know the FIRST_REQ.
+        Called after each WELCOME. A new broker does not know the FIRST_REQ, and knows the wave from
+        the JOIN, which was sent earlier.
         """
-        if not self._go(_E.JOINED):
-            return []
-        self._due_ms = now_ms + BROKER_PATIENCE_MS
-        return [Send(self._first_req())]
+        effects: list[CoordinatorEffect] = []
+        if self.running:
+            effects.append(Send(self._started()))
+        elif self.wave:
+            effects.append(Send(WaveComplete(self.dp_group, self.wave - 1)))
+        if self._go(_E.JOINED):
+            self._due_ms = now_ms + BROKER_PATIENCE_MS
+            effects.append(Send(self._first_req()))
+        return effects
 
     # -- time -------------------------------------------------------------------
 
@@ -307,6 +315,9 @@ class DpCoordinator:
 
     def _first_req(self) -> FirstReq:
         return FirstReq(self.dp_group, self.rank, self.wave)
+
+    def _started(self) -> WaveStarted:
+        return WaveStarted(self.dp_group, self.wave, self.local, self.rank)
 
     def _note_local(self, now_ms: float) -> Note:
         fields: dict[str, object] = {

@@ -165,7 +165,7 @@ class DpGroups:
         assert facts is not None
         group = self._get(facts.dp_group, facts.dp_size)
         if group.coordinator_boot not in (0, peer.boot):
-            group.wave.wave = 0  # the DP group restarted, with a new coordinator
+            group.wave.on_coordinator_restarted()  # and the DP group with it
         group.coordinator, group.coordinator_boot = peer, peer.boot
         effects: list[Effect] = []
         if facts.wave > group.wave.wave:

@@ -140,6 +140,12 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         elif wave > self.wave:
             self.complete(wave - 1)
 
+    def on_coordinator_restarted(self) -> None:
+        """Records that a new coordinator counts waves from 0; the earlier one's wave is over."""
+        self._go(_E.COMPLETE)
+        self.wave = 0
+        self.under_way = False
+
     def on_pause_asked(self) -> None:
         """Records that PAUSE_LOCAL was sent to all ranks."""
         if self.state is not _S.DOWN:

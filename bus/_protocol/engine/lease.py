@@ -15,7 +15,8 @@ Invariants:
 - While the cores may decide, the sidecar begins no update.
 - A new pause begins a new lease, which takes the core's vote back. If the cores had decided before,
   they resume all the same. Then the sidecar refuses what would change weights, and reports that the
-  engine runs (:meth:`sidecar._pause_lease.PauseLeaseWriter.require_held`).
+  engine runs (:meth:`sidecar._pause_lease.PauseLeaseWriter.require_held`). If they had decided to
+  stay paused, the new lease goes on, so that its end undoes what the new pause begins.
 """
 
 from __future__ import annotations

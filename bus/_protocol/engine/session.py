@@ -296,15 +296,22 @@ class EngineSession:
         return self._with_calls(self._update_admission(), now_ms)
 
     def on_core_quarantined(self, now_ms: float) -> list[c.SessionEffect]:
-        """Records that the engine (:attr:`at_rest`) stays paused, since some rank lacks weights."""
+        """Records that the engine (:attr:`at_rest`) stays paused, since some rank lacks weights.
+
+        The cores decide when the lease of one rank's pause is over. If this rank is in a later
+        pause by then, the broker controls that pause, and its lease goes on.
+        """
         effects: list[c.SessionEffect] = []
+        over_ms = self.lease.over_ms
         if part := self.update.part_in_place:  # the core could not undo it
             partial, asleep = {*self.update.partial, part}, not self.memory.awake
             self.on_found_paused(self.pause.update_id, 0.0, now_ms, partial=partial, asleep=asleep)
-        else:
+        elif over_ms is None or now_ms >= over_ms:
             if self.lease.state is LeaseState.HELD:
                 self.lease.run_out()
             effects = self._stay()
+        elif self.admission.closed:
+            return []
         self._queue.add(c.CallAbortRequests(), 0)  # closes admission
         return self._with_calls(effects, now_ms)
 

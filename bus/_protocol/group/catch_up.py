@@ -51,6 +51,28 @@ class GroupVersion:
     version is the lower median of the DP groups' versions: more than half of them serve it, or a
     later one. So it may fall when a DP group joins. A DP group's version is its ranks' lowest.
 
+    ==========  ========================================  ==========  ==============================
+    state       event                                     next        version
+    ==========  ========================================  ==========  ==============================
+    counted     a DP group reports, or is lost            counted     the median
+    counted     ARM; the update's version is above all    updating    the same
+                that are reported
+    updating    a DP group reports a version below the    updating    the median
+                update's, or is lost
+    updating    a DP group reports a later version than   updating    the same: the DP group counts
+                the group's, and it is not below the                  as it did before, or not yet
+                update's
+    updating    the update ends without a commit          counted     the median of all reports
+    any         a commit, of the update or as the owner   committed   the commit's
+                reports it
+    committed   a DP group reports, or is lost            committed   the same
+    ==========  ========================================  ==========  ==============================
+
+    The fourth row is for a DP group that outlived the earlier broker and joins late. If its report
+    raised the version, the update's engines would be stale even after their commit, and so would
+    close admission. If the update commits, the DP group is ahead of the group: it is not routable,
+    and the next update's version is above its own. If the update fails, the DP group counts.
+
     The median leaves out a DP group if one of its sidecars is new, so that its JOIN has epoch 0, or
     has joined with closed admission, as a stale engine does. If no other DP group is there, the
     median is over all.
@@ -72,6 +94,8 @@ class GroupVersion:
         self._assigned_adapter = False  # whether that update is of an adapter alone
         self._of_model = 0  # the last commit that brought weights of the model
         self._reports = _Reports()
+        self._updating = 0  # the version of the update under way; 0: none
+        self._deferred: set[str] = set()  # DP groups whose reports count after that update
 
     @property
     def of_model(self) -> int:
@@ -82,15 +106,15 @@ class GroupVersion:
         """
         return self._of_model if self.is_committed else self.value
 
-    def assign(self, arm: Arm, members: Iterable[Peer], session: TrainerSession) -> int:
-        """Assigns the version of an update: above the group's, and above its engines'.
+    def assign(self, arm: Arm, registry: EngineRegistry, session: TrainerSession) -> int:
+        """Assigns the version of an update: above the group's, and above all engines'.
 
         An update that is armed again after a refusal keeps its version, so that a late ARM can't
         arm an engine for another version.
 
         Args:
             arm: the trainer's request, with the version that it asks to exceed; 0 for none.
-            members: the update's engines. A version too far above the group's is ignored here; the
+            registry: the group's engines. A version too far above the group's is ignored here; the
                 engine that serves it refuses the update.
             session: the trainer's. An engine that knew a later epoch than the trainer when it took
                 the group has outlived another broker, and that broker's trainer.
@@ -102,23 +126,40 @@ class GroupVersion:
         if refused is not None:
             raise Declined(refused)
         last_id, version = self.assigned
-        if last_id != arm.update_id or version <= self.value:
-            engines = tuple(members)
-            served = [each.version for each in engines]
-            above = (each for each in served if not outside_bounds("", each, self.value))
+        engines = registry.engines.values()
+        served = [each.version for each in engines]
+        above = max(v for v in (self.value, *served) if not outside_bounds("", v, self.value))
+        if last_id != arm.update_id or version <= above:
             outlived = any(each.joined_epoch > session.known_epoch for each in engines)
             gap = crc32(arm.update_id.encode()) % LARGEST_GAP if outlived and not last_id else 0
-            version = max(self.value, version, arm.version, *above) + 1 + gap
+            version = max(version, arm.version, above) + 1 + gap
         self.assigned = (arm.update_id, version)
         self._assigned_adapter = bool(adapter_of(arm.backend))
         return version
 
-    def on_commit(self, version: int) -> None:
+    def on_arm(self, version: int) -> None:
+        """Records that an update to this version is under way, until :meth:`on_update_over`."""
+        self._updating = version
+
+    def on_update_over(self, registry: EngineRegistry) -> None:
+        """Records the end of the update, and counts the reports that waited for it."""
+        if not self._updating:
+            return
+        self._updating = 0
+        for dp_group in sorted(self._deferred):
+            self._reports.record(dp_group, registry.ranks(dp_group))
+        self._deferred.clear()
+        self._count(registry, "")
+
+    def on_commit(self, version: int, registry: EngineRegistry) -> None:
         """Records that this version was committed."""
         is_adapter = self._assigned_adapter and version == self.assigned[1]
         self._of_model = self.of_model if is_adapter else version
+        before = self.value
         self.value = max(self.value, version) if self.is_committed else version
         self.is_committed = True
+        if self.value < before:
+            registry.on_version_fell(before, "")
 
     def on_owner(self, version: int, registry: EngineRegistry) -> None:
         """Records the version of weights that the owner reports as committed.
@@ -126,7 +167,7 @@ class GroupVersion:
         The report counts only if its version is later than the group's, and an engine serves it.
         """
         if version > self.value and any(e.version == version for e in registry.engines.values()):
-            self.on_commit(version)
+            self.on_commit(version, registry)
 
     def on_report(self, registry: EngineRegistry, engine: Peer, *, is_lost: bool = False) -> None:
         """Computes the version from the engines' reports, unless a commit has set it.
@@ -139,12 +180,21 @@ class GroupVersion:
         if self.is_committed or engine.facts is None:
             return
         dp_group = engine.facts.dp_group
-        self._reports.record(dp_group, registry.ranks(dp_group))
-        if not registry.engines:
+        ranks = registry.ranks(dp_group)
+        version = min((rank.version for rank in ranks), default=0)
+        if 0 < self._updating <= version and version > self.value:
+            self._deferred.add(dp_group)
+            return
+        self._deferred.discard(dp_group)
+        self._reports.record(dp_group, ranks)
+        self._count(registry, "" if is_lost else engine.name)
+
+    def _count(self, registry: EngineRegistry, reporter: str) -> None:
+        if self.is_committed or self._reports.is_empty:
             return
         before, self.value = self.value, self._reports.median()
         if self.value < before:
-            registry.on_version_fell(before, "" if is_lost else engine.name)
+            registry.on_version_fell(before, reporter)
 
 
 class _Reports:
@@ -173,6 +223,11 @@ class _Reports:
         version = min(version for version, _, _ in reports)
         counter[version] += 1
         self._of[dp_group] = (counter, version)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no DP group is counted."""
+        return not self._of
 
     def median(self) -> int:
         """Returns the lower median of the versions; there must be a DP group."""

@@ -370,8 +370,9 @@ class Commands:
         asked = replace(message, after=self._state.version)
         if not message.scope:
             state = self._state
-            peers = [state.registry.engines[name] for name in members]
-            asked = replace(asked, version=state.served.assign(message, peers, state.session))
+            version = state.served.assign(message, registry, state.session)
+            asked = replace(asked, version=version)
+        self._state.served.on_arm(asked.version)
         self._state.registry.on_arm(members, self._state.version)
         whole = _with_tensors(asked, manifest)
         arming = self._state.update.arm(whole, members, now_ms, staging, asked)

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 class FollowUps:
     """Finds the actions that a change of the group's state makes possible.
 
-    Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come, the
-    end of an abandoned pause, and the admission of engines that joined late. They depend on
+    Follow-ups are the count of reports that waited for the end of an update, the end of a sleep
+    whose pause is over, a queued command whose turn has come, the end of an abandoned pause, and
+    the admission of engines that joined late. They depend on
 
     - the states of pause, sleep and update: each transition counts in ``StateMachine.moves``;
     - queued commands, which also wait for chunks: while there are any, the search is made;
@@ -84,6 +85,8 @@ class FollowUps:
 
     def _find(self, now_ms: float) -> list[Action]:
         state = self._state
+        if state.update.state is UpdateState.IDLE:
+            state.served.on_update_over(state.registry)
         if state.pause.state is PauseState.RUNNING:
             over = state.sleep.over()
             if over:

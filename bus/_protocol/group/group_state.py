@@ -240,10 +240,10 @@ class GroupSteps(GroupState):
         """Records a commit; engines with incomplete weights of the other model are quarantined."""
         update = self.update
         members, partial = update.members, update.partial
-        self.served.on_commit(update.version)
         self.registry.on_committed(
             members, update.version, partial, update.target, staged=update.staged
         )
+        self.served.on_commit(update.version, self.registry)
         self.sleep.on_committed(members.keys() - partial)
         effects: list[Effect] = []
         for name in sorted(members.keys() & partial - self.sleep.discarded):

@@ -131,7 +131,7 @@ class EarlierCommits:
         if waits and (not serving or any(peer.phase in _IN_UPDATE for peer in engines.values())):
             return []
         if serving:
-            self._state.served.on_commit(commit.version)
+            self._state.served.on_commit(commit.version, self._state.registry)
             ack = replace(
                 self._state.empty_ack(Step.COMMIT, commit.update_id),
                 version=commit.version,

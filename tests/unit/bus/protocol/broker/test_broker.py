@@ -1376,7 +1376,8 @@ def test_an_engine_that_has_booted_closed_is_waited_for_until_it_opens(bench: Be
     bench.say("e0", Heartbeat("running", 0, 0, "", closed=False))
     assert bench.broker.next_deadline_ms() <= SETTLE_MS
     only(bench.settle(), GroupView)
-    bench.broker.groups["policy"].served.on_commit(1)
+    group = bench.broker.groups["policy"]
+    group.served.on_commit(1, group.registry)
     bench.say("e0", Heartbeat("running", 1, 0, "", closed=False))
     bench.say("late", engine_join(dp_group="late", closed=True))
     only(bench.say("t", WaitEngines(2, 1000)), GroupView)

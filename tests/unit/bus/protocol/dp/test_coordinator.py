@@ -233,14 +233,33 @@ def test_a_wave_that_runs_and_is_told_twice_starts_once() -> None:
 @pytest.mark.parametrize("state", [_S.ASKED, _S.HELD])
 def test_a_new_broker_is_asked_anew(state: CoordinatorState) -> None:
     coordinator = a_gateway(state)
-    assert sent(coordinator.on_joined(50)) == [FirstReq(GROUP, 1, 3)]
+    assert sent(coordinator.on_joined(50))[1:] == [FirstReq(GROUP, 1, 3)]
     assert coordinator.state is _S.ASKED
     assert StartCores(3) in coordinator.tick(55)
 
 
 @pytest.mark.parametrize("state", [_S.IDLE, _S.PENDING, _S.RUNNING])
 def test_a_new_broker_is_not_asked_what_is_decided(state: CoordinatorState) -> None:
-    assert a_gateway(state).on_joined(50) == []
+    coordinator = a_gateway(state)
+    assert not any(isinstance(each, FirstReq) for each in sent(coordinator.on_joined(50)))
+    assert coordinator.state is state
+
+
+@pytest.mark.parametrize("state", [each for each in _S if each is not _S.RUNNING])
+def test_a_wave_that_ended_while_the_broker_was_joined_is_reported(state: CoordinatorState) -> None:
+    """The JOIN has the wave before it, and no report is sent before WELCOME."""
+    coordinator = a_gateway(state)
+    assert sent(coordinator.on_joined(50))[0] == WaveComplete(GROUP, 2)
+
+
+def test_a_wave_that_began_while_the_broker_was_joined_is_reported() -> None:
+    coordinator = a_gateway()
+    told = sent(coordinator.on_started(3, 1, 9))
+    assert sent(coordinator.on_joined(50)) == told == [WaveStarted(GROUP, 3, local=False, rank=1)]
+
+
+def test_before_the_first_wave_there_is_nothing_to_report() -> None:
+    assert a_gateway(wave=0).on_joined(50) == []
 
 
 def test_cores_hear_nothing_before_all_have_subscribed() -> None:
@@ -334,7 +353,15 @@ class Played:
                     self.told_by_cores, self.told_running, self.owed = wave + 1, False, False
                 self.check(self.coordinator.complete(wave, self.now_ms))
             case ("joined",):
-                self.check(self.coordinator.on_joined(self.now_ms))
+                effects = self.coordinator.on_joined(self.now_ms)
+                again = [each.message for each in effects if isinstance(each, Send)]
+                over = [each.wave for each in again if isinstance(each, WaveComplete)]
+                begun = [each.wave for each in again if isinstance(each, WaveStarted)]
+                running = self.coordinator.running
+                assert over == ([] if running or self.over < 0 else [self.over])
+                assert begun == ([self.begun] if running else [])
+                asks = Send(FirstReq(GROUP, self.coordinator.rank, self.coordinator.wave))
+                self.check([each for each in effects if each == asks])
             case "wait", float(for_ms):
                 end_ms = self.now_ms + for_ms
                 while (due_ms := self.coordinator.next_deadline_ms()) <= end_ms:

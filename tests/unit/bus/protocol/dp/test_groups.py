@@ -10,6 +10,7 @@ from bus._journal.explain import findings
 from bus._protocol.broker.broker import Broker
 from bus._protocol.core.config import BrokerConfig
 from bus._protocol.core.effects import Effect, Note, Send
+from bus._protocol.dp.coordinator import DpCoordinator
 from bus._protocol.dp.groups import EMPTY_KEPT
 from bus._protocol.dp.wave import WaveState
 from bus.errors import DecodeError
@@ -208,6 +209,20 @@ def test_a_gateway_may_be_there_before_its_ranks(bench: Bench) -> None:
     assert starts(bench.say("gw", FirstReq("moe", 0, 2)))
     view = bench.view()
     assert (view.state, view.ranks, view.size, view.health) == ("running", 0, 2, "unknown")
+
+
+def test_a_wave_that_ends_between_join_and_welcome_is_over(bench: Bench) -> None:
+    """The DP coordinator sends no report meanwhile. A restarted broker showed the JOIN's wave."""
+    coordinator = DpCoordinator("moe", 2)
+    coordinator.on_started(4, 1, 0)
+    join = gateway_join(wave=4, running=True, rank=1)
+    coordinator.complete(4, 1)
+    bench.moe(coordinator=False).say("gw", join)
+    assert (bench.view().state, bench.view().wave) == ("running", 4)
+    for effect in coordinator.on_joined(2):
+        assert isinstance(effect, Send)
+        bench.say("gw", effect.message)
+    assert (bench.view().state, bench.view().wave) == ("idle", 5)
 
 
 def test_a_second_gateway_of_the_dp_group_is_refused(bench: Bench) -> None:
@@ -641,10 +656,15 @@ def test_the_new_gateway_may_come_last(bench: Bench) -> None:
     assert starts(bench.say("gw", FirstReq("moe", 0, 0))) == [StartDpWave("moe", 0, None)]
 
 
-def test_the_number_of_a_coordinator_that_died_unheard_is_not_kept(bench: Bench) -> None:
+@pytest.mark.parametrize("running", [False, True])
+def test_the_wave_of_a_coordinator_that_died_unheard_is_not_kept(
+    bench: Bench, *, running: bool
+) -> None:
     """The ranks are there anew before it is missed; the next one counts from the beginning."""
     bench.moe()
     bench.say("gw", WaveComplete("moe", 8))
+    if running:
+        bench.say("gw", WaveStarted("moe", 9, local=False))
     for name in ("r0", "r1"):
         bench.say(name, Leave(""))
         bench._boot[name] = 2
@@ -655,7 +675,7 @@ def test_the_number_of_a_coordinator_that_died_unheard_is_not_kept(bench: Bench)
     bench.all_say(("r0", "r1"), Heartbeat("running", 0, 0, ""))
     bench.tick(6000.0)
     bench.say("gw", gateway_join(), boot=2)
-    assert bench.view().wave == 0
+    assert (bench.view().state, bench.view().wave) == ("idle", 0)
     assert starts(bench.say("gw", FirstReq("moe", 0, 0))) == [StartDpWave("moe", 0, None)]
     bench.say("gw", WaveStarted("moe", 0, local=False))
     bench.say("gw", WaveComplete("moe", 0))

@@ -14,7 +14,7 @@ from bus._protocol.engine.calls import (
 )
 from bus._protocol.engine.lease import LeaseState
 from bus._protocol.engine.update_states import EngineUpdateState
-from bus.messages import Abort, Ack, NackCode, PauseLocal, Resume, Step, UpdateStart
+from bus.messages import Abort, Ack, NackCode, PauseLocal, Resume, Sleep, Step, UpdateStart
 from bus.operations import Restore, Start
 from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in
@@ -105,6 +105,35 @@ def test_a_rank_that_the_cores_keep_paused_ends_its_requests(renewed: bool) -> N
     driver.command(LATER)  # the update that brings all of them back is still armed
     driver.command(UpdateStart("u1"))
     assert driver.calls[-1] == Start(recover=False, target="model")
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_decision_about_an_earlier_pause_does_not_end_the_lease_of_this_one(
+    partial: bool,
+) -> None:
+    """The cores have decided when a peer rank's pause was over. What the new pause begins is undone
+    when its own lease ends."""
+    driver = rank()
+    if partial:
+        driver.loaded().tick(OVER_MS)
+        driver.returned()
+        driver.tick(OVER_MS + 1)
+    driver.command(LATER)
+    if driver.running:
+        driver.returned()
+    assert driver.session.admission.closed == partial
+    driver.take(driver.session.on_core_quarantined(1.0))
+    assert driver.session.lease.state is LeaseState.HELD
+    assert (driver.running is None) == partial
+    if not partial:
+        driver.returned()
+    assert driver.calls[-1] == CallAbortRequests()
+    driver.command(Sleep("u2", 2))
+    driver.returned()
+    assert driver.session.phase == "weights_discarded"
+    assert events(driver.tick(10**9)) == ["lease_expired", "lease_settled"]
+    driver.returned()
+    assert driver.session.phase == "quarantined"
 
 
 def test_a_rank_whose_core_could_not_undo_an_update_is_quarantined() -> None:

@@ -26,8 +26,10 @@ from bus.operations import LoadChunk, Start
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts, peer
 from tests.unit.bus._scene import Scene, code_of
+from tests.unit.bus.protocol.group.test_group_staging import STAGING
 
 if TYPE_CHECKING:
+    from bus._protocol.core.membership import Peer
     from tests.sim.engine import SimEngine
 
 MANIFEST = make_manifest()
@@ -296,6 +298,141 @@ def test_an_engine_below_a_version_that_fell_counts_as_closed_until_it_reports()
     assert version.value == 1
     closed = {name for name in engines if registry.is_not_admitting(name)}
     assert closed == {"e0"}
+
+
+def reporting(*versions: int) -> tuple[EngineRegistry, GroupVersion, list[Peer]]:
+    """One engine of each version, whose reports are counted by a restarted broker."""
+    registry, version = EngineRegistry("policy"), GroupVersion()
+    engines = [
+        peer(f"e{place}", facts(dp_group=f"e{place}", version=each))
+        for place, each in enumerate(versions)
+    ]
+    for each in engines:
+        registry.add(each, joined_late=False)
+        version.on_report(registry, each)
+    return registry, version, engines
+
+
+def report(registry: EngineRegistry, version: GroupVersion, name: str, serves: int) -> Peer:
+    """An engine joins, or reports this version."""
+    engine = peer(name, facts(dp_group=name, version=serves))
+    registry.add(engine, joined_late=True)
+    version.on_report(registry, engine)
+    return engine
+
+
+@pytest.mark.parametrize("later", [3, 4, 9])
+def test_a_later_version_than_an_update_s_counts_once_the_update_has_failed(later: int) -> None:
+    """Until then it would make that update's engines close their admission, for the update's own
+    version, too."""
+    registry, version, _ = reporting(2)
+    version.on_arm(3)
+    for name in ("e7", "e8"):
+        report(registry, version, name, later)
+        assert version.value == 2
+    version.on_update_over(registry)
+    assert version.value == later
+
+
+def test_a_later_version_than_an_update_s_does_not_count_after_its_commit() -> None:
+    registry, version, _ = reporting(2)
+    version.on_arm(3)
+    for name in ("e7", "e8"):
+        report(registry, version, name, 9)
+    version.on_commit(3, registry)
+    version.on_update_over(registry)
+    assert version.value == 3
+
+
+def test_a_version_below_an_update_s_counts_at_once() -> None:
+    """Most engines may come after the trainer, and serve on while it updates the others."""
+    registry, version, _ = reporting(2)
+    version.on_arm(9)
+    for name in ("e7", "e8"):
+        report(registry, version, name, 8)
+    assert version.value == 8
+
+
+def test_one_whose_report_waits_counts_as_it_did_before() -> None:
+    """A member of the update has committed before the others, say."""
+    registry, version, engines = reporting(2, 2, 1, 1)
+    assert version.value == 1
+    version.on_arm(3)
+    for name in ("e0", "e1"):
+        report(registry, version, name, 3)
+    assert version.value == 1
+    registry.remove(engines[3], "gone")
+    version.on_report(registry, engines[3], is_lost=True)
+    assert version.value == 2, "the median of 2, 2 and 1"
+    version.on_update_over(registry)
+    assert version.value == 3
+
+
+def test_one_that_leaves_does_not_wait_for_an_update_s_end() -> None:
+    """Nor one that restarts, and serves an earlier version."""
+    registry, version, _ = reporting(2)
+    version.on_arm(3)
+    gone = report(registry, version, "e7", 9)
+    report(registry, version, "e8", 9)
+    registry.remove(gone, "gone")
+    version.on_report(registry, gone, is_lost=True)
+    report(registry, version, "e8", 1)
+    assert version.value == 1
+    version.on_update_over(registry)
+    assert version.value == 1
+
+
+def test_a_first_commit_below_the_reports_leaves_engines_below_them_out_of_the_routes() -> None:
+    """They may have closed their admission, as stale ones do, until they report that it is open."""
+    registry, version, _ = reporting(2, 7, 7)
+    assert version.value == 7
+    version.on_commit(2, registry)
+    assert version.value == 2
+    assert {name for name in registry.engines if registry.is_not_admitting(name)} == {"e0"}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_outlives_the_report_of_one_that_a_restarted_broker_has_not_seen(
+    *, staged: bool, fails: bool
+) -> None:
+    """It serves a later version than the update's. The update's engine admits requests all along;
+    if the update fails, it is stale after all."""
+    scene = Scene(1, 1)
+    for payload in (7, 8):
+        scene.update(payload)
+        assert scene.settled().error is None
+    late = scene.engine("e1")
+    scene.world.network.cut(late.route)
+    scene.trainer.kill()
+    scene.world.restart_broker()
+    fresh = scene.world.restart_engine("e0")
+    assert scene.world.run_until(lambda: fresh.is_joined)
+    scene.trainer = scene.world.add_trainer("t2")
+    scene.trainer.staging = STAGING if staged else None
+    assert scene.world.run_until(lambda: scene.trainer.is_joined)
+    scene.update(9)
+    scene.until(UpdateState.LOADING)
+    group = scene.world.existing_group
+    assert group.update.version == 1, "the trainer knows of no other"
+    closed: list[bool] = []
+    scene.world.checks.append(lambda: closed.append(fresh.truth.closed))
+    scene.world.network.heal(late.route)
+    assert scene.world.run_until(lambda: "e1" in group.registry.engines)
+    assert group.version == 0
+    assert scene.reach["reports wait for an update"]
+    if fails:
+        scene.trainer.kill()
+        assert scene.world.run_until(lambda: group.version == 2)
+        assert scene.world.run_until(lambda: fresh.truth.closed)
+    assert scene.world.settle()
+    scene.watch.check_end()
+    if not fails:
+        assert scene.trainer.outcomes[-1].error is None
+        assert group.version == 1
+        assert not any(closed)
+    routable = {route.engine for route in group.routing.now.engines}
+    assert routable == ({"e1"} if fails else {"e0"})
 
 
 def test_behind_is_told_with_the_version_and_the_names() -> None:
