@@ -257,7 +257,8 @@ def test_it_has_no_draft() -> None:
     from sidecar._vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - same
 
     updates = NativeUpdates.__new__(NativeUpdates)
-    updates._opened, updates._name = True, "nccl_m2n"
+    transport: Any = SimpleNamespace(is_open=True)
+    updates._transport, updates._name = transport, "nccl_m2n"
     updates._engine = SimpleNamespace(supports_draft_weight_update=False)
     manifest = Manifest(("a",), ("float32",), ((2,),), (1,))
     with pytest.raises(EngineError, match="does not update draft models") as refused:

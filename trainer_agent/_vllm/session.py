@@ -173,11 +173,8 @@ class TrainerEngineSession:
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native_transport
-        if not self._is_sharding and not self._source.implements_iter_full():
-            raise UsageError(
-                "source: yields each rank's shards, which no trainer engine but nccl_m2n sends: "
-                "give the others agent.source(model)"
-            )
+        if not self._is_sharding:
+            _require_full(self._source)
         chunk_bytes = self._chunk_bytes if theirs is None else theirs.plan_bytes
         plan = UpdatePlan.of_source(self._source.take_metas(), chunk_bytes=chunk_bytes)
         if theirs is not None:
@@ -248,6 +245,7 @@ class TrainerEngineSession:
 
     def _take_metas(self, source: BusWeightSource) -> list[TensorMeta]:
         self._require_own(source)
+        _require_full(source)
         return source.take_metas()
 
     async def plan_native_world(self, engine: str) -> World:
@@ -448,3 +446,12 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
+
+
+def _require_full(source: BusWeightSource) -> None:
+    """Raises ``UsageError`` if a source can't yield full tensors."""
+    if not source.implements_iter_full():
+        raise UsageError(
+            "source: yields each rank's shards, which no trainer engine but nccl_m2n sends: "
+            "give the others agent.source(model)"
+        )

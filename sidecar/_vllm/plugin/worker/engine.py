@@ -290,9 +290,12 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
 
     def _close(self, worker: Any) -> None:
         if self.session.open:
-            self._receiver.clear()
-            self._loadable[self._target].discard()
+            self._discard()
             self.session.close(worker)
+
+    def _discard(self) -> None:
+        self._receiver.clear()
+        self._loadable[self._target].discard()
 
     def open_transfer(self, operation: ops.Open) -> int:
         """Connects to the sender; returns how many chunks may be received before one is loaded.
