@@ -92,7 +92,7 @@ class SidecarPlan(GroupPlan):
         None, "Embedded: the largest number of tokens in a sequence.", min=2
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Embedded: the weights' dtype.")
-    threads: int = option(1, "Embedded: how many threads torch uses.", min=1)
+    threads: int = option(1, "Embedded: the number of CPU threads that torch uses.", min=1)
     dp_size: int = option(
         1,
         "Ranks of a data parallel group, which share the model's experts. Without --dp-rank all "

@@ -246,7 +246,7 @@ class LeaseAgreement(StateMachine[AgreementState, AgreementEvent]):
 
 
 class LeaseRecord(Protocol):
-    """The part of a lease page that a rank's core uses."""
+    """The fields of a pause lease in shared memory that a rank's engine core reads."""
 
     def lease(self) -> PauseLease | None:
         """Returns the sidecar's lease."""

@@ -192,7 +192,7 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Repeats a request, executed only once, until it is answered; returns the answer.
+        """Repeats a request until it is answered; returns the answer. The broker executes it once.
 
         Args:
             message: the request.

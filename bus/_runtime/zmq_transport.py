@@ -367,7 +367,7 @@ class ZmqClient(ZmqSocket):
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Closes the connection; connects again after a pause, in which the broker notices."""
+        """Closes the connection, gives the broker time to notice, then connects again."""
         self._unanswered_since_s = 0.0  # the answers to earlier frames are lost
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self.address)

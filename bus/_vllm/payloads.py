@@ -45,8 +45,8 @@ Handle = Annotated[bytes, Meta(max_length=65_536)]  # handles of expandable segm
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor in another process's memory on the same GPU.
 
-    The fields are the arguments with which PyTorch rebuilds a tensor, in their order, without the
-    classes. Sizes count elements, unless their names end in ``_bytes``.
+    The fields are the arguments of PyTorch's ``rebuild_cuda_tensor``, in the same order, without
+    the classes of tensor and storage. Sizes count elements, unless their names end in ``_bytes``.
     """
 
     size: Sizes
@@ -105,7 +105,7 @@ def encode_info(info: Mapping[str, Any]) -> bytes:
     """
     blob = msgspec.msgpack.encode(_plain(info, "", 0))
     if len(blob) > MAX_BLOB_BYTES:
-        raise ValueError(f"{len(blob)} bytes, and at most {MAX_BLOB_BYTES} go over the bus")
+        raise ValueError(f"has {len(blob)} bytes; the bus carries at most {MAX_BLOB_BYTES}")
     return blob
 
 

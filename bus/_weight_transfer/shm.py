@@ -269,7 +269,8 @@ class ShmReceiver(Receiver):
         chunk = decode_received(handle, PackedChunk)
         if chunk.buffer >= len(self._segments):
             raise transfer_failed(
-                f"segment {chunk.buffer} of {len(self._segments)}: open the ring first"
+                f"the chunk is in segment {chunk.buffer} of the sender's shared memory, and this "
+                f"engine has opened {len(self._segments)} segments: open the transfer again"
             )
         return self._views.get(self._segments[chunk.buffer], chunk.offsets_bytes, tensors)
 

@@ -179,7 +179,7 @@ class Alone:
 class Linear(nn.Linear):
     """A matrix without bias, whose elements are not initialised.
 
-    The owner loads the elements, or draws them.
+    The owner loads the elements, or fills them with random numbers.
     """
 
     def __init__(self, inner: int, outer: int) -> None:

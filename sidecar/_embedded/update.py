@@ -215,7 +215,7 @@ class Updater:
             return
         self._loading("restore")
         if self._foreign:
-            raise wrong_state("a chunk was loaded already: only a whole update frees the engine")
+            raise wrong_state("a loaded chunk has mixed the weights: send a whole update")
         self._chunks.clear()
         self._state = UpdaterState.IDLE
 

@@ -147,7 +147,7 @@ class CheckedLoading:
         if self._error is None and not self._unloaded.has_checked(names):
             self._error = refused(
                 self._unloaded.head,
-                "could not be compared with the embeddings, to which this engine's head is tied: "
+                "is tied to the embeddings in this engine, and could not be compared with them: "
                 "leave the tensor out",
             )
 

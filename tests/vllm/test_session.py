@@ -265,7 +265,7 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     other = ArmedManifest(Manifest(("a",), ("float32",), ((3,),), (1,)))
     for armed in (*refused, ArmedUpdate(other, "model", first)):
         engine.armed = armed
-        with pytest.raises(EngineError, match="another update was armed last"):
+        with pytest.raises(EngineError, match="another update was armed later"):
             engine.execute(again)
         assert engine.armed is armed
     engine.armed = ArmedUpdate(known, "model", first)

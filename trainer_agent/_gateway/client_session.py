@@ -71,7 +71,7 @@ class ClientSession:
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[GatewayAgent]:
-        """Runs a block with the agent, one block at a time. The first block joins the bus.
+        """Yields the agent to one `async with` block at a time. The first block joins the bus.
 
         Raises:
             BusTimeout: no broker answers.

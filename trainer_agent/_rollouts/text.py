@@ -130,7 +130,7 @@ class HfTokenizer:
         return str(self._loaded.decode(token_ids, skip_special_tokens=False))
 
     def name(self, token_id: int) -> tuple[str, list[int]]:
-        """Returns a token's text and bytes, also for a part of a character."""
+        """Returns a token's text and bytes, also if the token is a part of a UTF-8 character."""
         text: str = self._loaded.decode([token_id], skip_special_tokens=False)
         if "\N{REPLACEMENT CHARACTER}" in text:
             raw = self._loaded.convert_ids_to_tokens(token_id) or ""

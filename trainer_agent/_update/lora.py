@@ -113,7 +113,7 @@ def config_text(config: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError) as error:
         raise UsageError(f"config: {error}") from error
     if len(text) > MAX_CONFIG_BYTES:
-        raise UsageError(f"config: {len(text)} bytes, and at most {MAX_CONFIG_BYTES}")
+        raise UsageError(f"config: has {len(text)} bytes; the limit is {MAX_CONFIG_BYTES}")
     return text
 
 

@@ -207,7 +207,7 @@ class Updates:
                 engine=engine.name,
                 software=engine.software,
                 reason=why,
-                hint="updates take a pause; `wavebus doctor --vllm PATH` shows what a vLLM can do",
+                hint="updates pause the engines; see `wavebus doctor --vllm PATH` for this vLLM",
             )
 
     def release(self) -> None:

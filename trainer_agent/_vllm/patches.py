@@ -95,7 +95,7 @@ class BusPatches:
             raise UsageError(
                 f"base={self._base}: a patch is a difference from a version that engines serve, "
                 "and this agent has committed none: update_weights() first, with a whole set of "
-                "weights, or say base="
+                "weights, or give base="
             )
         metas: list[TensorMeta] = []
         counts: list[int] = []

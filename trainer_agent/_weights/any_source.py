@@ -56,6 +56,6 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
         except (TypeError, ValueError):  # no pairs, or no text in front
             pass
     raise UsageError(
-        f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
-        "(name, tensor) pairs, or a WeightSource"
+        f"source={type(weights).__name__}: must be a torch.nn.Module, a mapping of names to "
+        "tensors, (name, tensor) pairs, or a WeightSource"
     )

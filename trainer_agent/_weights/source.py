@@ -58,7 +58,7 @@ Weights: TypeAlias = (
 
 
 class PairSource:
-    """A source of stored tensors, for any number of passes.
+    """A source of ``(name, tensor)`` pairs in memory, which can be read any number of times.
 
     Sharded tensors are gathered when they are read.
     """

@@ -42,10 +42,10 @@ def unwrapped(weights: Any) -> Any:
 
 
 def plain_names(tensors: Mapping[str, T]) -> Mapping[str, T]:
-    """Returns the tensors without the wrappers' parts of their names.
+    """Strips what wrappers (DDP, FSDP, torch.compile) have added to tensor names.
 
     Raises:
-        UsageError: two tensors have one name then.
+        UsageError: two tensors would get the same name.
     """
     shorter = {name: _WRAPPERS.sub("", name) for name in tensors}
     if tensors and all(short.startswith(_DDP) for short in shorter.values()):

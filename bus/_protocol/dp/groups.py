@@ -60,8 +60,9 @@ class DpGroup:
     def add(self, facts: m.EngineFacts, peer: Peer) -> None:
         """Adds a rank that joined, or joined again.
 
-        If a supervised rank has another ``boot``, its supervisor has restarted all ranks. One with
-        its old ``boot`` is then dead, although the broker has not detected the loss yet.
+        If a supervised rank joins with a new ``boot``, its supervisor has restarted all ranks. So a
+        rank that is still recorded with an old ``boot`` is dead, even if the broker has not
+        detected the loss yet.
         """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:

@@ -162,7 +162,7 @@ class Watchdog:
         return Diagnosis(health, "; ".join(parts), tuple(absent), health == "wedged")
 
     def _absent_ranks(self, stalled: dict[int, _Report], now_ms: float) -> list[int]:
-        """Returns the ranks that are not in the collective of the rank that waits longest."""
+        """Returns the ranks that have not entered the collective of the longest-waiting rank."""
         first = max(stalled.values(), key=lambda report: report.stalled_ms(now_ms))
         return [
             rank

@@ -139,7 +139,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         if self.state not in (_S.AWAKE, _S.WEIGHTS_AWAKE):
             raise decline(
                 NackCode.ENGINE_ASLEEP,
-                f"the engine is {self.state.value}, at level {self._level}",
+                f"the engine is {self.state.value}, at sleep level {self._level}",
                 hint="pause, and send WAKE first",
             )
 

@@ -79,7 +79,7 @@ class ChunkWindow:
         return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
-        """Returns whether a buffer is free for a chunk, besides those of the earlier chunks."""
+        """Returns whether a buffer is free for a chunk, after each earlier chunk has its own."""
         return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:

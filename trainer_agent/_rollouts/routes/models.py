@@ -66,13 +66,13 @@ class ModelRoutes:
 
 
 def merged(answers: Iterable[bytes]) -> list[tuple[Card, msgspec.Raw]]:
-    """Merges the lists of several engines, models before adapters.
+    """Merges the ``/v1/models`` lists of several engines, models before adapters.
 
     Args:
         answers: the engines' answers. Malformed answers are left out.
 
     Returns:
-        Each card once, and its JSON. If engines differ, the first card counts.
+        Each model's card once, and its JSON. If engines differ, the first engine's card is kept.
     """
     cards: dict[str, tuple[Card, msgspec.Raw]] = {}
     for answer in answers:

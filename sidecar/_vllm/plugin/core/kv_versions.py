@@ -253,8 +253,8 @@ def clear(core: Any) -> list[bool]:
         cleared = False
     if not (cleared or salted):
         raise RuntimeError(
-            "some blocks of the prefix cache are in use, so it can't be cleared, and no salt keeps "
-            "them from later requests"
+            "the prefix cache can't be cleared, because requests hold blocks; and cache salts are "
+            "off, so later requests could find keys and values of the old weights"
         )
     for each in _connectors(scheduler.connector):
         said = each.reset_cache()

@@ -188,7 +188,9 @@ class PlanCache:
         known = self.entry
         self._way = "staged"
         if not proven:
-            self._discard(known, "the copy plan differs from the loader", level=logging.ERROR)
+            self._discard(
+                known, "the copy plan and vLLM's loader give other weights", level=logging.ERROR
+            )
         known.proven = known.plan is not None
 
     def close(self) -> None:

@@ -162,7 +162,7 @@ class StagedWeights:
         if not proof.difference and proof.compared != expected:
             proof.difference = f"of {expected} elements the loader copies {proof.compared}"
         if proof.difference:
-            raise EngineError(f"the copy plan differs from the loader: {proof.difference}")
+            raise EngineError(f"copy plan and vLLM's loader give other weights: {proof.difference}")
 
     def seal(self) -> None:
         """Checks that every element was staged, and prepares the swap.

@@ -80,15 +80,15 @@ class StagingLayout(ABC):
         self._start()
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Puts a received chunk into the memory.
+        """Copies a received chunk into the staging memory, unless it was received there.
 
         Args:
             seq: number of the chunk.
             tensors: the chunk's ``(name, tensor)`` pairs.
 
         Returns:
-            Whether the chunk was copied; False if it was received into its place
-                (:meth:`buffer_for`).
+            Whether the chunk was copied; False if it had been received straight into the staging
+                memory (:meth:`buffer_for`).
 
         Raises:
             KeyError: the manifest has no tensor of that name.

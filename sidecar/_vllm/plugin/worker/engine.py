@@ -368,7 +368,7 @@ class WavebusWeightTransferEngine(GuardedEntryPoints):
         if manifest is None:  # no collective
             known = None if armed is None else (armed.target, armed.manifest.digest)
             if armed is None or known != (operation.target, operation.digest):
-                raise wrong_state("another update was armed last")
+                raise wrong_state("another update was armed later")
             armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
             self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
         elif while_serving and not self._loadable["model"].checker.prepared:

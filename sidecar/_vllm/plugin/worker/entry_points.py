@@ -30,11 +30,11 @@ class GuardedEntryPoints(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = WeightTransferUpdateInfo
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:  # noqa: ARG002 - see below
-        """Ignores the request, because :meth:`init_transfer_engine` refuses it."""
+        """Returns an empty info; :meth:`init_transfer_engine` then refuses the call."""
         return WeightTransferInitInfo()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:  # noqa: ARG002 - see below
-        """Ignores the request, because :meth:`receive_weights` refuses it."""
+        """Returns an empty info; :meth:`receive_weights` then refuses the call."""
         return WeightTransferUpdateInfo()
 
     def init_transfer_engine(self, init_info: Any) -> None:  # noqa: ARG002 - not for us

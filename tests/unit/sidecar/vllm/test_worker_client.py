@@ -92,7 +92,7 @@ class Workers:
         self.by_lane.append(told)
         if isinstance(told, ops.ArmManifest):
             if self.forgets:
-                raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
+                raise EngineError("another update was armed later", code=NackCode.WRONG_STATE)
             return ops.Done(room=self.found)
         return ops.Done(in_place=self.in_place, ahead=3)
 

@@ -53,7 +53,7 @@ def test_a_path_is_no_source(path: Any) -> None:
 
 @pytest.mark.parametrize("other", [[torch.zeros(1)], [("a",)], 3])
 def test_what_has_no_names_is_no_source(other: Any) -> None:
-    with pytest.raises(UsageError, match=r"source=\w+: a torch\.nn\.Module"):
+    with pytest.raises(UsageError, match=r"source=\w+: must be a torch\.nn\.Module"):
         as_source(other)
 
 
