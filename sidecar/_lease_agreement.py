@@ -35,6 +35,7 @@ Invariants:
   ``void``. If ``ended`` was written first, the rank acts on the decision, whatever its new lease
   says. So all ranks act, or none.
 - A rank that has resumed since its vote has done what was decided: a resume is one of all ranks.
+  So the vote keeps the rank from no update of a later pause.
   So votes count together only if the ranks have resumed equally often before; else the round is
   void.
 - A sidecar that restarts writes a new lease. That takes the vote back, and the rank votes again
@@ -319,8 +320,11 @@ class RankLease:
 
     @property
     def is_void(self) -> bool:
-        """Whether the rank has voted, so that its weights must not change."""
-        return self._agreement.state is not _S.HELD
+        """Whether the rank's vote counts, so that its weights must not change.
+
+        A vote from before the last resume counts no more: all ranks have resumed since.
+        """
+        return self._agreement.state is not _S.HELD and self._core.resumes == self._voted[1]
 
     def is_due(self) -> bool:
         """Returns whether the core's thread must call :meth:`look`. Called on any thread."""
@@ -373,7 +377,8 @@ class RankLease:
         if not (has_expired(lease) if lease is not None else self._beside):
             lacks = lease is not None and _stays_partial(lease) and lease.serial != self._ended
             with self._lock:
-                if lacks and agreement.is_called and core.is_complete and not self.is_void:
+                may_vote = agreement.state is _S.HELD and agreement.is_called and core.is_complete
+                if lacks and may_vote:
                     self._vote(lease, whole=False)
             return
         if not core.is_complete:

@@ -65,7 +65,7 @@ REACHED: Final = {
     "nack group_held": 300,
     "engine fenced": 40,
     "twin kept out": 120,
-    "reports wait for an update": 300,
+    "reports wait for an update": 150,
     "kept and started": 40,
     "request ended by length": 500,
     "lives replayed": 100,

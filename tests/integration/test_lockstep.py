@@ -536,7 +536,7 @@ def test_ranks_that_are_not_alike_do_not_start(tmp_path: Path, checkpoint: Check
             await starting[1]
         await group.ranks[1].kill()
         text = "".join(group.ranks[1].text)
-        assert "sync_interval is 8 on rank 1 of DP group moe, and 16 on rank 0" in text
+        assert "sync_interval is 8 on rank 1 of DP group moe, but 16 on rank 0" in text
         await group.ranks[0].kill()
         await asyncio.gather(*starting, return_exceptions=True)
 

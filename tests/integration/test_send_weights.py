@@ -268,7 +268,7 @@ def test_weights_that_are_not_finite(
             assert await agent.update_weights(weights, how=how, check_finite=True) == 1
             spoiled = perturbed(checkpoint.weights, 2)
             spoiled[bad].view(-1)[0] = float("inf")
-            with pytest.raises(NonFiniteWeights, match=f"source: {bad} has") as caught:
+            with pytest.raises(NonFiniteWeights, match=f"source: {bad} contains") as caught:
                 await agent.update_weights(spoiled, how=how, check_finite=True)
             assert (caught.value.tensor, caught.value.outcome) == (bad, "not_committed")
             await assert_serve(checkpoint, weights, 1, engine)

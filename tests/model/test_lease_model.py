@@ -220,6 +220,32 @@ def test_ranks_resume_together_or_not_at_all() -> None:
     assert not missed, reach
 
 
+def test_a_vote_in_a_resume_keeps_no_rank_from_the_next_update() -> None:
+    """The rank waited in the resume when it looked, and takes its vote back a while later."""
+    world = World(0)
+    for rank in world.ranks:
+        world.write(rank)
+        rank.state = "paused"
+    first, *others = world.ranks
+    world.resume(first)
+    first.lease.exchange()
+    assert first.votes.state is AgreementState.VOTED
+    assert not world.may_update(first)
+    for rank in others:
+        world.resume(rank)
+    for rank in world.ranks:
+        world.write(rank)
+        rank.state = "pausing"
+    world.settle()
+    assert world.may_update(first)
+    first.changing = True
+    for rank in world.ranks:
+        rank.lease.exchange()
+        rank.lease.look()
+    assert first.votes.state is AgreementState.HELD
+    assert {rank.state for rank in world.ranks} == {"paused"}
+
+
 @pytest.mark.ci
 def test_the_ranks_of_a_dead_core_stay_paused() -> None:
     """Without one vote, nobody resumes; without rank 0, there is no store either."""
