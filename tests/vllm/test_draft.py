@@ -222,7 +222,7 @@ def test_what_was_armed_for_one_is_not_loaded_into_the_other(
         await steps(under_test.engine).arm(push.manifest, "draft")
         await under_test.engine.pause("keep", clear_cache=True)
         await steps(under_test.engine).start_update(recover=False, target="model")
-        with pytest.raises(EngineError, match="armed for the draft is not loaded into the model"):
+        with pytest.raises(EngineError, match="armed for the draft, but the open session is of the model"):
             await push.chunk(0)
         await steps(under_test.engine).restore("model")
         await under_test.engine.resume()
@@ -278,7 +278,7 @@ def test_a_head_upon_the_model_is_updated_without_what_it_shares(
             assert (await engine.start()).draft
             loaded = await under_test.read()
             for name, tensor in shared.items():
-                with pytest.raises(EngineError, match="shares with the model") as refused:
+                with pytest.raises(EngineError, match="shares with the main model") as refused:
                     await steps(engine).arm(plan({**first, name: tensor}), "draft")
                 assert refused.value.code is NackCode.MANIFEST_REFUSED
                 assert refused.value.tensor == name

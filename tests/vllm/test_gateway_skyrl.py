@@ -324,7 +324,7 @@ def test_a_head_that_differs_is_refused_by_its_name(trained: Trained, paused: bo
             ):
                 await asyncio.to_thread(trained.send, wrong)
             if paused:
-                with pytest.raises(aiohttp.ClientResponseError, match="wait for an update"):
+                with pytest.raises(aiohttp.ClientResponseError, match="resume after an update"):
                     await driver.resume_generation()
                 assert await phases() == {"quarantined"}
             else:
