@@ -241,7 +241,8 @@ def test_live_update_matches_transformers(under_test: InProcess) -> None:
         (_, _, cut), _ = result.weight_versions
         assert result.tokens[:cut] == under_test.oracle.greedy(old, cut, (1, 2, 3))
         so_far = (1, 2, 3, *result.tokens[:cut])
-        assert result.tokens[cut:] == under_test.oracle.greedy(new, 400 - cut, so_far)
+        after = under_test.oracle.greedy(new, 400 - cut, so_far)
+        assert result.tokens[cut:] == after, f"updated after {cut} tokens"
         await under_test.assert_serves(new, version + 1)
 
     under_test.run(scenario())
