@@ -222,7 +222,7 @@ def test_what_was_armed_for_one_is_not_loaded_into_the_other(
         await steps(under_test.engine).arm(push.manifest, "draft")
         await under_test.engine.pause("keep", clear_cache=True)
         await steps(under_test.engine).start_update(recover=False, target="model")
-        with pytest.raises(EngineError, match="armed for the draft, but the open session is of the model"):
+        with pytest.raises(EngineError, match="but the open session is of the model"):
             await push.chunk(0)
         await steps(under_test.engine).restore("model")
         await under_test.engine.resume()
